@@ -447,6 +447,15 @@ _hadamard.register_autograd(_backward, setup_context=_save)
 _hadamard_grads.register_autograd(_backward_grads, setup_context=_save_grads)
 
 
+def hadamard_path(d, device, n_head=1, heads_only=False):
+    "In words, which path hadamard_affine takes there, for the log of whoever uses it"
+    if torch.device(device).type != "cuda":
+        return "PyTorch, two small dense factors"
+    if triton is None:
+        return "PyTorch, as Triton is not installed"
+    return "PyTorch, as the Triton kernel has no plan for this width" if _plan(d, n_head, heads_only, 16) is None else "Triton kernel"
+
+
 def hadamard_transform(x, scale=1.0):
     """
     scale * (x @ H) over the last dimension, H = hadamard_matrix(x.shape[-1]).

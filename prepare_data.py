@@ -1,0 +1,626 @@
+"""Prepare a data set for train_gpt.py and train_shaq.py; the helpers that all scripts share live here too.
+
+    python prepare_data.py                                        # pysource: no network, seconds
+    python prepare_data.py enwik8                                 # download (a broken one resumes), verify, split
+    python prepare_data.py enwik8 --from_file enwik8.zip          # the same from a local copy; --url URL for a mirror
+    python prepare_data.py --input a.txt b.txt --name mine --tokenizer=gpt2
+    python prepare_data.py fineweb10B --shards 10                 # 10 x 100M GPT-2 tokens
+
+pysource      the running Python's standard library, *.py, as bytes; val = the last tenth of the bytes
+shakespeare   tiny Shakespeare, 1.1 MB of plays; 90/10
+warandpeace   Project Gutenberg 2600, GPT-2 tokens; first 90% of the characters train, last 10% val
+enwik8        the first 10^8 bytes of a 2006 English Wikipedia dump: 90M train, 5M val, 5M test
+fineweb10B    FineWeb, 103 shards already tokenised with GPT-2's tokenizer; --from_file takes a folder of shards
+--input       any files, in the given order, as one stream; 90/10; UTF-8 is needed for --tokenizer=gpt2 only
+
+Written to DATA_DIR/NAME: one .bin file per split (fineweb10B: per shard), and meta.json last, so it means complete.
+A .bin file is llm.c's: 256 int32 (magic 20240520, version 1, number of tokens, zeros), then the tokens as uint16, all
+little-endian. meta.json holds tokenizer, vocab_size, tokens and bytes per split, and the source's SHA-256. Texts are
+held in memory while they are prepared, tokens are read through memmap.
+"""
+import argparse
+import bisect
+import codecs
+import contextlib
+import dataclasses
+import difflib
+import errno
+import functools
+import hashlib
+import http.client
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import zipfile
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import numpy as np
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared by every script: errors in one line, flags, atomic files, progress
+
+def die(message, status=1):
+    """Print one line on stderr and exit: for whatever a user can cause and can put right."""
+    if progress.open:  # do not write behind a half-finished progress line
+        print(file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def run(main):
+    """Call main(); Ctrl-C, a full disk, a folder that is not writable and the like end in one line, not a traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        die("interrupted; type the same command again to go on", 130)
+    except OSError as e:
+        advice = {errno.ENOSPC: "; free some space and type the same command again",
+                  errno.EACCES: "; choose a place you may write to", errno.EROFS: "; choose a place you may write to"}
+        die(f"{e.filename + ': ' if e.filename else ''}{e.strerror or e}{advice.get(e.errno, '')}")
+
+
+def nearest(word, words):
+    """'; did you mean X?' for the closest of words, '' if none is close."""
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def flag01(text):
+    """argparse type for switches, since type=bool takes '0' and 'false' for True: --compile=0|1|false|true."""
+    try:
+        return {"0": False, "false": False, "1": True, "true": True}[text.lower()]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"expected 0 or 1, got {text!r}") from None
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that takes --a_b and --a-b alike, abbreviates nothing, shows defaults, and errs in one line, status 2.
+
+    Declare flags with underscores, and with a help text, as defaults are shown beside help texts only."""
+
+    class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        def _get_help_string(self, action):
+            return action.help if action.default is None else super()._get_help_string(action)
+
+    def __init__(self, **kw):
+        super().__init__(allow_abbrev=False, formatter_class=self.Help, **kw)
+
+    def parse_known_args(self, args=None, namespace=None):
+        args = list(sys.argv[1:] if args is None else args)
+        flags = {s.replace("-", "_"): s for s in self._option_string_actions}
+        for i, arg in enumerate(args):
+            if arg == "--":
+                break
+            flag, equals, value = arg.partition("=")
+            if flag.startswith("--"):  # looked up before argparse sees it, so that a typo is reported as a typo
+                if flag.replace("-", "_") not in flags:
+                    self.error(f"unknown flag {flag}{nearest(flag, flags.values())}")
+                args[i] = flags[flag.replace("-", "_")] + equals + value
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} (--help lists all)\n")
+
+
+def write_atomic(path, write):
+    """write(f) fills a temporary binary file that then replaces path: whole or not at all, even if the power fails."""
+    folder = os.path.dirname(path) or "."
+    os.makedirs(folder, exist_ok=True)
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException as e:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        if isinstance(e, OSError):
+            e.filename = path  # a full disk does not say where
+        raise
+    if os.name == "posix":
+        with contextlib.suppress(OSError):  # some network file systems cannot sync a folder; the file itself is safe
+            fd = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def progress(done, total, t0, what, start=0, unit="MB", scale=1e6):
+    """One line on stderr: a terminal sees it overwritten ten times a second, a log file gets one every ten seconds.
+
+    done of total (None: unknown) since t0 = time.perf_counter(), when start were already done."""
+    now, tty, end = time.perf_counter(), sys.stderr.isatty(), done == total
+    if not end and now - progress.last < (0.1 if tty else 10):
+        return
+    rate = max(done - start, 1) / max(now - t0, 1e-9)
+    line = f"{what}: {done / scale:,.1f}"
+    if total:
+        line += f" of {total / scale:,.1f} {unit} ({done / total:.0%})"
+    line += f", {rate / scale:,.1f} {unit}/s"
+    line += f", {(total - done) / rate:.0f} s left" if total and not end else ""
+    progress.last, progress.open = now, tty and not end
+    print("\r" + line.ljust(79) if tty else line, end="" if progress.open else "\n", file=sys.stderr, flush=True)
+
+
+progress.last, progress.open = -1e9, False
+
+
+class Log:
+    """OUT/log.jsonl: one JSON object a line, the first says what ran. A full disk costs the record, not the run."""
+
+    def __init__(self, path, first, resume_step=None):
+        """resume_step: keep an earlier log up to the records of that step, the rest was never checkpointed."""
+        lines = []
+        if resume_step is not None and os.path.exists(path):
+            with open(path, "rb") as f:
+                for line in f:
+                    with contextlib.suppress(ValueError):  # a line that a crash cut short
+                        if json.loads(line).get("step", -1) <= resume_step:
+                            lines.append(line.rstrip() + b"\n")
+        lines.append(json.dumps(first).encode() + b"\n")
+        write_atomic(path, lambda f: f.writelines(lines))
+        self.file, self.path = open(path, "a", encoding="utf-8"), path
+
+    def __call__(self, **record):
+        try:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+        except OSError as e:
+            if self.path:
+                print(f"warning: {self.path}: {e.strerror}; training goes on, this record is lost", file=sys.stderr)
+            self.path = None  # said once
+
+
+class StopSignal:
+    """Ctrl-C or SIGTERM sets .number, for the loop to save at its next step boundary; a second one ends it at once."""
+
+    def __init__(self):
+        self.number = 0
+        for s in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(s, self.receive)
+
+    def receive(self, number, frame):
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = number
+
+
+def duration(seconds):
+    """3725 -> '1h02m', 125 -> '2m05s'"""
+    s = int(seconds + 0.5)
+    return f"{s // 3600}h{s // 60 % 60:02}m" if s >= 3600 else f"{s // 60}m{s % 60:02}s"
+
+
+def git_commit():
+    """The commit that runs, '+' behind it where files were changed since; '' outside a git checkout."""
+    try:
+        out = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=os.path.dirname(os.path.abspath(__file__)),
+                             capture_output=True, text=True, timeout=10)
+        return out.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+VOCAB_SIZE = {"byte": 256, "gpt2": 50257}
+
+
+@functools.lru_cache(None)
+def gpt2():
+    """tiktoken's r50k_base: GPT-2's very tokens from one hash-checked file (its "gpt2" needs two)."""
+    try:
+        import tiktoken
+    except ImportError:
+        die("the gpt2 tokenizer needs tiktoken: pip install tiktoken (or take --tokenizer=byte)")
+    try:
+        return tiktoken.get_encoding("r50k_base")
+    except Exception as e:  # whatever its HTTP library raises
+        url = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
+        die(f"tiktoken cannot load r50k_base ({type(e).__name__}); without a network: save {url} as "
+            f"{hashlib.sha1(url.encode()).hexdigest()} in a folder and set TIKTOKEN_CACHE_DIR to that folder "
+            f"(now {os.environ.get('TIKTOKEN_CACHE_DIR') or 'not set'})")
+
+
+def encode(tokenizer, text):
+    """str -> list of int; 'byte' gives the UTF-8 bytes. No special tokens: '<|endoftext|>' is ordinary text."""
+    return list(text.encode()) if tokenizer == "byte" else gpt2().encode_ordinary(text)
+
+
+def decode(tokenizer, ids):
+    """Sequence of int -> str; bytes that are no UTF-8 become U+FFFD."""
+    return bytes(ids).decode(errors="replace") if tokenizer == "byte" else gpt2().decode(list(ids))
+
+
+def safe_chunks(text, size):
+    """Cut text into pieces of about size characters whose tokens, joined, are the tokens of the whole text.
+
+    GPT-2's pattern first splits text into words. Only the start of a word can be a space, so between a visible
+    character and a space there is always a boundary; and the words to its left do not depend on what follows it, as
+    the pattern looks ahead only from runs of spaces.
+    """
+    boundary, start = re.compile(r"\S(?=[ \n])"), 0
+    while start < len(text):
+        match = boundary.search(text, start + size - 1)
+        end = match.end() if match else len(text)
+        yield text[start:end]
+        start = end
+
+
+def encode_chunk(text):
+    return np.array(gpt2().encode_ordinary(text), dtype=np.uint16)
+
+
+def tokenize(raw, tokenizer, what, size=1 << 20):
+    """bytes -> uint16 array of tokens; gpt2 uses all cores on texts of more than size characters."""
+    if tokenizer == "byte":
+        return np.frombuffer(raw, np.uint8).astype(np.uint16)
+    gpt2()  # in this process first: it may have to download, or to say why it cannot
+    chunks, pool = list(safe_chunks(raw.decode(), size)), None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    done, total, t0, tokens = 0, sum(map(len, chunks)), time.perf_counter(), []
+    try:
+        if min(cores, len(chunks)) == 1:
+            results = map(encode_chunk, chunks)
+        else:  # spawn: the same on every system, and safe beside threads
+            pool = ProcessPoolExecutor(min(cores, len(chunks)), multiprocessing.get_context("spawn"))
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit it: Ctrl-C is ours to answer
+            results = pool.map(encode_chunk, chunks)
+            signal.signal(signal.SIGINT, handler)
+        for chunk, ids in zip(chunks, results):
+            tokens.append(ids)
+            done += len(chunk)
+            progress(done, total, t0, f"tokenising {what}", unit="Mchar")
+    except BrokenProcessPool:
+        die("a tokenising process died, most likely for want of memory: give less text at a time")
+    finally:
+        if pool:
+            pool.shutdown(cancel_futures=True)
+    return np.concatenate(tokens)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
+
+
+def command(name, data_dir):
+    """What to type to prepare data set name in data_dir."""
+    place = "" if data_dir == "data" else f" --data_dir={data_dir}"
+    return f"python prepare_data.py {name if name in DATASETS else f'--input FILE... --name {name}'}{place}"
+
+
+def open_bin(path, hint):
+    """The tokens of one .bin file as a read-only uint16 array over a memory map; dies on a missing or damaged file."""
+    if not os.path.isfile(path):
+        die(f"{path} does not exist; type: {hint}")
+    size = os.path.getsize(path)
+    head = np.fromfile(path, "<i4", 3)
+    if len(head) < 3 or size < HEADER or head[0] != MAGIC or head[1] != VERSION:
+        die(f"{path} is no token file (magic {MAGIC}, version {VERSION} expected); type: {hint}")
+    if size != HEADER + 2 * head[2].item() or size == HEADER:
+        die(f"{path} is truncated or damaged: its header says {head[2]:,} tokens, the file holds "
+            f"{(size - HEADER) / 2:,.10g}; type: {hint}")
+    return np.asarray(np.memmap(path, "<u2", "r", HEADER))  # plain ndarray: slices cost a fifth of a memmap's
+
+
+class Tokens:
+    """The tokens of one or several .bin files as one sequence: len(t), and t[a:b] -> int64 array (b - a,)."""
+
+    def __init__(self, paths, vocab_size, hint="python prepare_data.py --help"):
+        self.paths, self.vocab_size = list(paths), vocab_size
+        self.maps = [open_bin(path, hint) for path in self.paths]
+        self.starts = np.cumsum([0] + [len(m) for m in self.maps]).tolist()
+
+    def __len__(self):
+        return self.starts[-1]
+
+    def __getitem__(self, s):
+        a, b, step = s.indices(len(self))
+        if step != 1:
+            raise IndexError("Tokens are read as t[a:b]")
+        parts = []
+        while a < b:
+            i = bisect.bisect_right(self.starts, a) - 1
+            parts.append(self.maps[i][a - self.starts[i]:b - self.starts[i]])
+            if parts[-1].max() >= self.vocab_size:  # on a GPU this would be a device-side assert far from its cause
+                die(f"{self.paths[i]} holds token {parts[-1].max()}, outside the vocabulary of {self.vocab_size}")
+            a += len(parts[-1])
+        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+
+
+@dataclasses.dataclass
+class Dataset:
+    """A prepared data set; meta is meta.json as a dict. bits/byte = nats/token / ln 2 / bytes_per_token."""
+    name: str
+    dir: str
+    tokenizer: str
+    vocab_size: int
+    bytes_per_token: float  # of the validation split
+    train: Tokens
+    val: Tokens
+    test: Tokens  # or None
+    meta: dict
+
+    def encode(self, text):
+        return encode(self.tokenizer, text)
+
+    def decode(self, ids):
+        return decode(self.tokenizer, ids)
+
+
+def load_dataset(name, data_dir="data"):
+    """Open DATA_DIR/NAME -> Dataset; dies with the command to type where it is not prepared or damaged."""
+    folder, hint = os.path.join(data_dir, name), command(name, data_dir)
+    path = os.path.join(folder, "meta.json")
+    if not os.path.isfile(path):
+        die(f"data set {name!r} is not prepared in {data_dir}; type: {hint}")
+    try:
+        with open(path, "rb") as f:
+            meta = json.load(f)
+        splits = {s: Tokens([os.path.join(folder, n) for n in names], meta["vocab_size"], hint)
+                  for s, names in meta["files"].items()}
+        counts = {s: len(t) for s, t in splits.items()}
+        if counts != meta["tokens"] or meta["vocab_size"] != VOCAB_SIZE[meta["tokenizer"]]:
+            raise ValueError
+        return Dataset(name, folder, meta["tokenizer"], meta["vocab_size"], meta["bytes"]["val"] / len(splits["val"]),
+                       splits["train"], splits["val"], splits.get("test"), meta)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        die(f"{path} does not describe the .bin files beside it; type: {hint}")
+
+
+def ensure(name, data_dir="data"):
+    """load_dataset, preparing pysource first if it is not there yet (under torchrun call it on one rank first)."""
+    if name == "pysource" and not os.path.isfile(os.path.join(data_dir, name, "meta.json")):
+        prepare(os.path.join(data_dir, name), name, "byte", *pysource())
+    return load_dataset(name, data_dir)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources. Size and digest are those of the text itself, unpacked, so a mirror may pack it differently. shakespeare: the
+# SHA-256 that several public projects pin; enwik8: the SHA-1 of the Large Text Compression Benchmark. Gutenberg revises
+# its books, so there they only tell whether it is the edition that our figures were measured with.
+
+@dataclasses.dataclass
+class Source:
+    url: str = ""
+    tokenizer: str = "byte"
+    size: int = 0
+    digest: tuple = ()
+    revised: bool = False
+    percent: tuple = (90,)  # where train ends and val starts, where val ends and test starts
+
+
+DATASETS = {
+    "pysource": Source(),
+    "shakespeare": Source("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+                          size=1_115_394,
+                          digest=("sha256", "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")),
+    "warandpeace": Source("https://www.gutenberg.org/cache/epub/2600/pg2600.txt", "gpt2", 3_292_505,
+                          ("sha256", "3bb73e3f3bdc6b5e46f8ad49f750cc84883d96701d1057e2446b1d27cf8d974c"), revised=True),
+    "enwik8": Source("https://mattmahoney.net/dc/enwik8.zip", size=100_000_000,
+                     digest=("sha1", "57b8363b814821dc9d47aa4d41f58733519076b2"), percent=(90, 95)),
+    "fineweb10B": Source("https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main", "gpt2"),
+}
+
+
+def pysource():
+    """-> (bytes, description). Ordered by a hash of the path: fixed, and its last tenth is a fair sample."""
+    root = sysconfig.get_path("stdlib")
+    skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  # not every distribution ships the tests
+    files = {}
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [s for s in subfolders if s not in skip]
+        paths = [os.path.join(folder, n) for n in names if n.endswith(".py")]
+        files |= {os.path.relpath(p, root).replace(os.sep, "/"): p for p in paths if os.path.isfile(p)}
+    order = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
+    about = f"the standard library of Python {sys.version.split()[0]}, {len(files):,} files"
+    return b"".join(pathlib.Path(files[name]).read_bytes() for name in order), about
+
+
+def text_of(raw, name):
+    """UTF-8 bytes -> str, or one line that names the first bad byte."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as e:
+        die(f"{name} is not UTF-8 (byte {e.start:,}): convert it, or take --tokenizer=byte")
+
+
+def read(path, utf8=False):
+    """The bytes of a file; dies if it is missing or empty, or if it is asked to be UTF-8 and is not."""
+    if not os.path.isfile(path):
+        die(f"{path} does not exist or is not a file")
+    raw = pathlib.Path(path).read_bytes()
+    if not raw:
+        die(f"{path} is empty")
+    if utf8:
+        text_of(raw, path)
+    return raw
+
+
+def download(url, part, resume=True):
+    """Fetch url into the file part, going on where an earlier attempt stopped if the server can, else afresh."""
+    os.makedirs(os.path.dirname(part), exist_ok=True)
+    what, remedy = os.path.basename(part), "give a mirror with --url or a local copy with --from_file"
+    with open(part, "ab" if resume else "wb") as f:
+        while True:
+            have = start = f.seek(0, os.SEEK_END)
+            headers = {"User-Agent": "prepare_data.py"} | ({"Range": f"bytes={have}-"} if have else {})
+            try:
+                with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as reply:
+                    if have and not (reply.headers["Content-Range"] or "").startswith(f"bytes {have}-"):
+                        have = start = f.truncate(0)  # the server ignored the Range and sends all of it
+                    length, t0 = reply.headers["Content-Length"], time.perf_counter()
+                    total = have + int(length) if length else None
+                    while block := reply.read(1 << 18):
+                        f.write(block)
+                        have += len(block)
+                        progress(have, total, t0, what, start)
+                if total in (None, have):
+                    f.flush()
+                    return os.fsync(f.fileno())
+                problem = f"the transfer stopped at {have:,} of {total:,} bytes"
+            except urllib.error.HTTPError as e:
+                if e.code == 416 and have:  # nothing behind the last byte: of unknown origin, so start afresh
+                    f.truncate(0)
+                    continue
+                problem = f"{e.code} {e.reason}"
+            except (OSError, http.client.HTTPException, ValueError) as e:
+                if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                    e.filename = part
+                    raise
+                problem = getattr(e, "reason", None) or e
+            if have == start:  # not a byte came: give up; otherwise ask for the rest at once
+                if not have:
+                    os.remove(part)
+                die(f"cannot download {url} ({problem}); type the same command to resume, or {remedy}")
+
+
+def fetch(name, folder, url):
+    """-> (bytes, their SHA-256) of a data set that is one file, verified; an earlier download is used again."""
+    source = DATASETS[name]
+    path = used = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(url).path) or name)
+    if url.startswith("file:") or not os.path.exists(path):
+        used = path + ".part"
+        download(url, used, resume=not source.revised)  # half of one edition and half of another would pass unnoticed
+    raw = read(used)
+    if zipfile.is_zipfile(used):
+        with contextlib.suppress(Exception), zipfile.ZipFile(used) as z:  # damaged or foreign: fails the check below
+            raw = z.read(name)
+    algorithm, expected = source.digest
+    digest = hashlib.new(algorithm, raw).hexdigest()
+    if (len(raw), digest) != (source.size, expected):
+        problem = f"{len(raw):,} bytes, {algorithm} {digest}; expected {source.size:,} bytes, {expected}"
+        if not source.revised:
+            os.remove(used)
+            die(f"{url} is not {name} ({problem}); removed {used}: download it again or name another file")
+        print(f"note: {url} is not the edition that our figures are for ({problem})", file=sys.stderr)
+    os.replace(used, path)
+    return raw, hashlib.sha256(raw).hexdigest()
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+def write_bin(path, tokens, vocab_size):
+    """Write a uint16 array as one .bin file."""
+    if tokens.max() >= vocab_size or len(tokens) >= 2**31:
+        die(f"{path}: {len(tokens):,} tokens, ids to {tokens.max()}; there is room for 2^31 - 1, ids below {vocab_size}")
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, len(tokens)
+    write_atomic(path, lambda f: (f.write(header.data), f.write(tokens.astype("<u2", copy=False).data)))
+
+
+def write_meta(folder, **meta):
+    """Write meta.json, last of all, and say what is there."""
+    write_atomic(os.path.join(folder, "meta.json"), lambda f: f.write(json.dumps(meta, indent=1).encode() + b"\n"))
+    print(f"{folder}: {meta['source']}; {meta['tokenizer']} tokens; {meta['split']}")
+    for split, count in meta["tokens"].items():
+        print(f"  {split:5} {count:13,} tokens, {meta['bytes'][split] / 1e6:,.2f} MB of text")
+
+
+def prepare(folder, name, tokenizer, raw, source, sha256=None, percent=(90,), by_characters=False):
+    """Split the bytes raw at the given percentages, tokenise each split by itself, write the folder."""
+    sha256 = sha256 or hashlib.sha256(raw).hexdigest()
+    raw = raw.removeprefix(codecs.BOM_UTF8)
+    by_characters = by_characters or tokenizer == "gpt2"  # a cut inside a character would leave two broken halves
+    text = text_of(raw, source) if by_characters else raw
+    cuts = [0, *(len(text) * p // 100 for p in percent), len(text)]
+    parts = [text[a:b] for a, b in zip(cuts, cuts[1:])]
+    parts = {s: p.encode() if by_characters else p for s, p in zip(("train", "val", "test"), parts)}
+    if not all(parts.values()):
+        die(f"{source}: {len(raw)} bytes are too few to split into {', '.join(parts)}")
+    tokens = {s: tokenize(p, tokenizer, f"{name} {s}") for s, p in parts.items()}
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(folder, "meta.json"))  # never beside .bin files that it does not describe
+    for s, t in tokens.items():
+        write_bin(os.path.join(folder, f"{s}.bin"), t, VOCAB_SIZE[tokenizer])
+    sizes = " / ".join(f"{b - a:,}" for a, b in zip(cuts, cuts[1:]))
+    write_meta(folder, name=name, tokenizer=tokenizer, vocab_size=VOCAB_SIZE[tokenizer],
+               files={s: [f"{s}.bin"] for s in parts}, tokens={s: len(t) for s, t in tokens.items()},
+               bytes={s: len(p) for s, p in parts.items()}, source=source, sha256=sha256,
+               split=f"split in order, {sizes} {'characters' if by_characters else 'bytes'}")
+
+
+def prepare_fineweb(folder, name, url, shards):
+    """Collect tokenised shards. We know no checksum of theirs: header, size and every token are checked instead."""
+    vocab = VOCAB_SIZE["gpt2"]
+    lengths = np.array([len(gpt2().decode_single_token_bytes(i)) for i in range(vocab - 1)] + [0])  # <|endoftext|>: 0
+    files = {"train": [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)], "val": ["fineweb_val_000000.bin"]}
+    tokens, size, sha256 = dict.fromkeys(files, 0), dict.fromkeys(files, 0), {}
+    for split, shard in ((split, shard) for split, names in files.items() for shard in names):
+        path = used = os.path.join(folder, shard)
+        if not os.path.exists(path):
+            used = path + ".part"
+            download(f"{url}/{shard}", used)
+        try:
+            t = Tokens([used], vocab, "the same command again (the file was removed)")
+            size[split] += sum(int(lengths[t[i:i + 2**22]].sum()) for i in range(0, len(t), 2**22))
+        except SystemExit:
+            os.remove(used)
+            raise
+        tokens[split] += len(t)
+        sha256[shard] = hashlib.sha256(np.memmap(used, np.uint8, "r")).hexdigest()
+        os.replace(used, path)
+    write_meta(folder, name=name, tokenizer="gpt2", vocab_size=vocab, files=files, tokens=tokens, bytes=size,
+               source=url, sha256=sha256, split=f"{shards} + 1 shards, verified without a checksum (none is known)")
+
+
+def main(argv=None):
+    parser = Parser(prog="prepare_data.py", description=__doc__)
+    parser.add_argument("dataset", nargs="?", help=f"{', '.join(DATASETS)}; without any: pysource")
+    parser.add_argument("--input", nargs="+", metavar="FILE", help="your own files instead of a named data set")
+    parser.add_argument("--name", help="folder to write in DATA_DIR, the name to train with (that of the data set)")
+    parser.add_argument("--tokenizer", choices=VOCAB_SIZE, help="byte, but gpt2 for warandpeace and fineweb10B")
+    parser.add_argument("--data_dir", default="data", help="where data sets lie")
+    parser.add_argument("--url", help="mirror to download from (fineweb10B: the folder that holds the shards)")
+    parser.add_argument("--from_file", help="local copy instead of a download (fineweb10B: the folder of the shards)")
+    parser.add_argument("--shards", type=int, default=1, help="fineweb10B: training shards of 100M tokens, 1 to 103")
+    args = parser.parse_args(argv)
+
+    dataset = args.dataset or "pysource"
+    name = args.name or dataset
+    if dataset not in DATASETS:
+        die(f"unknown data set {dataset!r}{nearest(dataset, DATASETS)} (known: {', '.join(DATASETS)}, --input FILE...)")
+    if args.input and (args.dataset or not args.name or args.name in DATASETS):
+        die("--input FILE... goes with a --name of your own and without a named data set")
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        die(f"--name {name!r} is no folder name: take letters, digits, _ - .")
+    source = DATASETS[dataset]
+    if (args.url or args.from_file) and (args.input or not source.url):
+        die("--url and --from_file are for data sets that are downloaded; your own text: --input FILE... --name NAME")
+    url = pathlib.Path(args.from_file).absolute().as_uri() if args.from_file else (args.url or source.url).rstrip("/")
+    tokenizer, folder = args.tokenizer or source.tokenizer, os.path.join(args.data_dir, name)
+    if args.input:
+        raw = b"".join(read(path, utf8=tokenizer == "gpt2") for path in args.input)
+        prepare(folder, name, tokenizer, raw, ", ".join(args.input))
+    elif dataset == "pysource":
+        prepare(folder, name, tokenizer, *pysource())
+    elif dataset == "fineweb10B":
+        if tokenizer != "gpt2" or not 1 <= args.shards <= 103:
+            die("fineweb10B is tokenised with gpt2 already, and has --shards from 1 to 103")
+        prepare_fineweb(folder, name, url, args.shards)
+    else:
+        raw, sha256 = fetch(dataset, folder, url)
+        if dataset == "warandpeace":  # today's edition has DOS line ends, which open(...).read() would turn into \n
+            raw = raw.replace(b"\r\n", b"\n")
+        prepare(folder, name, tokenizer, raw, url, sha256, source.percent, by_characters=dataset == "warandpeace")
+    place = "" if args.data_dir == "data" else f" --data_dir={args.data_dir}"
+    print(f"next: python train_gpt.py --dataset={name}{place}")
+
+
+if __name__ == "__main__":
+    run(main)

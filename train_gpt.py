@@ -1,0 +1,305 @@
+"""
+Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value Attention.
+
+    python train_gpt.py --attn_out=hadamard                               # a laptop: nano, Python sources, 3 minutes
+    torchrun --nproc_per_node=8 train_gpt.py --attn_out=hadamard --dataset=fineweb10B     # 8 GPUs: tiny, the paper's recipe
+    python train_gpt.py --resume                                          # go on where out/gpt/ckpt.pt left off
+    python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "                # sample from it
+
+The batch is given in tokens; micro-batches, accumulation and processes divide it, and the loss curve is the same however they do.
+Nothing random is kept from step to step: batches and dropout are functions of (seed, step), so a resumed run is the run itself.
+"""
+import argparse
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict, fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kernels import hadamard_path
+from model import (CHOICES, GPT, SIZES, GPTConfig, hadamard_heads, load_checkpoint, lr_at, machine, param_groups, peak_flops)
+from prepare_data import Log, Parser, StopSignal, die, duration, ensure, flag01, git_commit, run, write_atomic
+
+# -----------------------------------------------------------------------------
+# Settings. Defaults depend on the size; whatever is typed counts.
+
+RECIPES = {  # tokens a step and peak learning rate of [1, table 2]; v1 gives none for its larger sizes, which take large's
+    "nano": dict(batch_tokens=2048, micro_batch=8, lr=2e-3, min_lr=1e-4, warmup_steps=50, max_steps=1000, eval_interval=250, eval_tokens=2**16),
+    "tiny": dict(batch_tokens=2**18, micro_batch=32, lr=6e-4),
+    "small": dict(batch_tokens=2**18, micro_batch=16, lr=3e-4),
+    "base": dict(batch_tokens=2**19, micro_batch=8, lr=2.5e-4),
+    "large": dict(batch_tokens=2**20, micro_batch=8, lr=2e-4),
+}
+
+
+def parse():
+    parser = Parser(prog="train_gpt.py", description=__doc__, argument_default=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (nano on a CPU, tiny on a GPU)")
+    for name, choices in CHOICES.items():
+        add(f"--{name}", choices=choices, help={"attn_out": "what stands in the place of attention's output projection"}.get(name, f"(default {getattr(GPTConfig, name)})"))
+    for name in ("n_layer", "n_head", "n_embd", "block_size"):
+        add(f"--{name}", type=int, help="instead of the preset's")
+    add("--bias", type=flag01, help="0: no bias in linear layers and LayerNorm")
+    add("--tie_weights", type=flag01, help="0: the head has its own matrix")
+    add("--dropout", type=float, help="(default 0)")
+    add("--dataset", help="a name that prepare_data.py knows or was given (default pysource, prepared at once if need be)")
+    add("--data_dir", help="where prepared data lies (default data)")
+    add("--out_dir", help="where ckpt.pt and log.jsonl go (default out/gpt)")
+    add("--batch_tokens", type=int, help="tokens a step, over all processes")
+    add("--micro_batch", type=int, help="sequences a process takes at a time; the rest is accumulated")
+    add("--max_steps", type=int, help="(default 1000 for nano, else 20 tokens a parameter)")
+    add("--lr", type=float, help="peak learning rate")
+    add("--min_lr", type=float, help="at the end of the cosine (default lr / 10)")
+    add("--warmup_steps", type=int, help="linear warm-up (default 1 in 50 steps)")
+    add("--weight_decay", type=float, help="of matrices (default 0.1)")
+    add("--grad_clip", type=float, help="largest gradient norm, 0: no clipping (default 1.0)")
+    add("--eval_interval", type=int, help="steps between evaluations and checkpoints (default 1 in 20 of all)")
+    add("--eval_tokens", type=int, help="validation tokens an evaluation reads, the same each time (default 2^20)")
+    add("--seed", type=int, help="of initial weights, data order and dropout (default 1337)")
+    add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where there are instructions for it)")
+    add("--compile", type=flag01, help="torch.compile the model (default 1 on a GPU)")
+    add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
+    return vars(parser.parse_args())
+
+
+FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "device", "dtype", "compile", "max_steps"}  # may change on --resume
+
+
+def settle(typed, stored, m):
+    "What was typed over what the checkpoint holds over the defaults -> settings, model settings"
+    s = dict(size="nano" if m.device.type == "cpu" else "tiny", dataset="pysource", data_dir="data", out_dir="out/gpt", weight_decay=0.1,
+             grad_clip=1.0, eval_tokens=2**20, seed=1337, compile=m.device.type == "cuda")
+    for name, value in typed.items():
+        if name in stored and name not in FREE and stored[name] != value:
+            die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; drop the flag, or start anew without --resume in another --out_dir")
+    s |= stored | typed
+    s = RECIPES.get(s["size"], RECIPES["large"]) | s
+    model = {k: s[k] for k in (f.name for f in fields(GPTConfig)) if k in s}
+    return s, SIZES[s["size"]] | model
+
+
+# -----------------------------------------------------------------------------
+# Data: each epoch takes every window of block_size tokens once, in an order drawn from (seed, epoch)
+
+
+class Windows:
+    def __init__(self, tokens, block_size, batch, seed):
+        self.tokens, self.block_size, self.batch, self.seed = tokens, block_size, batch, seed
+        self.count = (len(tokens) - 1) // block_size  # each also needs the token behind its last one
+        if self.count < batch:
+            die(f"the training data has {len(tokens):,} tokens, a step takes {batch} windows of {block_size}: lower --batch_tokens or --block_size")
+        self.epoch = None
+
+    def __call__(self, step, part):
+        "The windows of slice part of step's batch: inputs and targets, (n, block_size) int64 each"
+        epoch, i = divmod(step, self.count // self.batch)
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.count)
+        return stack(self.tokens, self.order[i * self.batch:(i + 1) * self.batch][part], self.block_size)
+
+
+def stack(tokens, windows, T):
+    rows = torch.from_numpy(np.stack([tokens[i * T:i * T + T + 1] for i in windows.tolist()]))
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+@torch.no_grad()
+def evaluate(model, tokens, eval_tokens, micro_batch, m):
+    "Mean loss in nats a token over windows spread evenly over the split; all ranks share the work through the bare model"
+    T = model.config.block_size
+    count = (len(tokens) - 1) // T
+    if count < 1:
+        die(f"the validation data has {len(tokens):,} tokens, one window takes {T + 1}: lower --block_size")
+    n = min(count, max(1, eval_tokens // T))
+    windows = np.arange(n) * count // n
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64)
+    for i in range(m.rank * micro_batch, n, m.world * micro_batch):
+        x, y = stack(tokens, windows[i:i + micro_batch], T)
+        with m.autocast():
+            total += torch.tensor([model(x.to(m.device), y.to(m.device)).item() * len(x), len(x)])
+    model.train()
+    total = m.mean(total.to(m.device) if m.device.type == "cuda" else total)
+    return (total[0] / total[1]).item()
+
+
+# -----------------------------------------------------------------------------
+
+
+def main():
+    typed = parse()
+    stop = StopSignal()
+    try:
+        m = machine(typed.get("device", "auto"), typed.get("dtype", "auto"))
+    except ValueError as e:
+        die(e)
+    say = print if m.rank == 0 else lambda *a, **k: None
+
+    # set-up: settings, data
+    ckpt, path = None, os.path.join(typed.get("out_dir", "out/gpt"), "ckpt.pt")
+    if typed.pop("resume", False):
+        try:
+            ckpt = load_checkpoint(path)[1]
+        except ValueError as e:
+            die(e)
+        if "dtype" not in typed:  # the same arithmetic as before, even if this machine would choose another
+            m.dtype = getattr(torch, ckpt["settings"]["dtype"])
+    s, c = settle(typed, ckpt["settings"] if ckpt else {}, m)
+    s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
+    os.makedirs(s["out_dir"], exist_ok=True)
+    if m.rank == 0:
+        ensure(s["dataset"], s["data_dir"])
+    if m.world > 1:
+        dist.barrier()
+    data = ensure(s["dataset"], s["data_dir"])
+    c["vocab_size"] = c.get("vocab_size", -(-data.vocab_size // 64) * 64)  # a multiple of 64 is faster on a GPU: 50257 -> 50304
+    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or ckpt["data"]["name"] != data.name):
+        die(f"{path} was trained on {ckpt['data']['name']} with the {ckpt['data']['tokenizer']} tokenizer; "
+            f"--dataset={data.name} has {data.tokenizer}")
+
+    # model
+    torch.manual_seed(s["seed"])
+    try:
+        model = GPT(GPTConfig(**c))
+    except ValueError as e:
+        die(e)
+    model.to(m.device)
+    c, T = asdict(model.config), model.config.block_size
+    if "hadamard" in c["attn_out"]:
+        whole = c["attn_out"] == "hadamard"
+        m.note += "; transform: " + hadamard_path(c["n_embd"], m.device, hadamard_heads(model.config) if whole else c["n_head"], not whole)
+
+    # the batch in tokens -> micro-batches
+    B, extra = divmod(s["batch_tokens"], T)
+    micro = s["micro_batch"] = min(s["micro_batch"], max(1, B // m.world))
+    if extra or B < 1 or B % (micro * m.world):
+        unit = T * micro * m.world
+        die(f"--batch_tokens={s['batch_tokens']} is no multiple of block_size {T} x micro_batch {micro} x {m.world} processes = {unit}: "
+            f"take {max(1, s['batch_tokens'] // unit) * unit}, or another --micro_batch")
+    accumulate = B // (micro * m.world)
+    windows = Windows(data.train, T, B, s["seed"])
+    s.setdefault("max_steps", -(-20 * model.num_params() // s["batch_tokens"]))
+    for name, default in (("min_lr", s["lr"] / 10), ("warmup_steps", s["max_steps"] // 50), ("eval_interval", max(1, s["max_steps"] // 20))):
+        s.setdefault(name, default)
+
+    # optimiser
+    optimizer = torch.optim.AdamW(param_groups(model, s["weight_decay"]), lr=s["lr"], betas=(0.9, 0.95), eps=1e-8, fused=m.device.type != "mps")
+    first = 0
+    if ckpt:
+        model.load_state_dict(ckpt["model"])
+        optimizer.load_state_dict(ckpt["optimizer"])
+        first = ckpt["step"]
+    if s["compile"]:
+        model.compile()  # in place: the checkpoint's keys stay as they are
+    net = torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None) if m.world > 1 else model
+
+    flops, (peak, peak_from) = model.flops_per_token(), peak_flops(m)
+    versions = dict(python=platform.python_version(), torch=torch.__version__, git=git_commit())
+    if m.rank == 0:
+        log = Log(os.path.join(s["out_dir"], "log.jsonl"), dict(settings=s, config=c, params=model.num_params(), machine=m.note, versions=versions),
+                  ckpt and first)
+    say(m.note)
+    say(f"{s['size']}, {c['attn']}, {c['attn_out']}: {model.num_params():,} parameters ("
+        + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items() if v) + ")")
+    say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "
+        f"a step: {B} x {T} tokens = {m.world} processes x {accumulate} micro-batches x {micro} sequences")
+    say(f"{s['max_steps']} steps, lr {s['lr']:g} -> {s['min_lr']:g}, {'compiled' if s['compile'] else 'not compiled'}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
+    if not ckpt and os.path.exists(path):
+        say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
+
+    def save(step):
+        state = dict(kind="GPT", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, settings=s,
+                     data=dict(name=data.name, tokenizer=data.tokenizer), versions=versions)
+        try:
+            write_atomic(path, lambda f: torch.save(state, f))
+            return True
+        except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
+            print(f"warning: could not write {path} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]}); "
+                  f"{'the one before it stays' if os.path.exists(path) else 'free some space'}", file=sys.stderr)
+            return False
+
+    # loop
+    clock, val, saved = time.perf_counter(), None, True
+    spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
+    for step in range(first, s["max_steps"] + 1):
+        last = step == s["max_steps"]
+        if last or (step % s["eval_interval"] == 0 and step > first) or step == 0:
+            val = evaluate(model, data.val, s["eval_tokens"], micro, m)
+            bits = val / np.log(2) / data.bytes_per_token
+            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats a token, perplexity {np.exp(val):.2f}, {bits:.4f} bits a byte")
+            if m.rank == 0:
+                log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits)
+                saved = save(step) if step > first or last else saved
+            clock = time.perf_counter()
+        if last:
+            break
+
+        torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # dropout: no state to carry over a restart
+        lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"])
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = torch.zeros((), device=m.device)
+        for i in range(accumulate):
+            start = (i * m.world + m.rank) * micro
+            x, y = windows(step, slice(start, start + micro))
+            if m.device.type == "cuda":
+                x, y = x.pin_memory(), y.pin_memory()
+            if m.world > 1:
+                net.require_backward_grad_sync = i == accumulate - 1
+            with m.autocast():
+                part = net(x.to(m.device, non_blocking=True), y.to(m.device, non_blocking=True)) / accumulate
+            part.backward()
+            loss += part.detach()
+        if step == first:
+            missing = [n for n, p in model.named_parameters() if p.grad is None]
+            assert not missing, f"no gradient reaches {missing}"
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s["grad_clip"] or float("inf"), foreach=True)
+        figures = m.mean(torch.stack((loss, norm, torch.tensor(float(stop.number), device=m.device))))
+        loss, norm, stopping = figures.tolist()
+        if not np.isfinite(loss + norm):
+            kept = f"{path} of the last evaluation stays" if os.path.exists(path) else "there is no checkpoint yet"
+            die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept}")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+        now = time.perf_counter()
+        dt, clock = now - clock, now
+        if step >= first + 3:  # the first steps warm up
+            spent, counted = spent + dt, counted + 1
+        rate = s["batch_tokens"] / dt
+        mfu = rate * flops / (peak * m.world)
+        left = (spent / counted if counted else dt) * (s["max_steps"] - step - 1)
+        say(f"step {step + 1}/{s['max_steps']}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  "
+            f"MFU {mfu:.1%}  {duration(left)} left")
+        if m.rank == 0:
+            log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu)
+        if stopping:
+            if m.rank == 0 and save(step + 1):
+                say(f"stopped; saved step {step + 1} in {path}; go on with --resume" + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={s['out_dir']}"))
+            raise SystemExit(130)
+
+    # at the end: a sample, and where everything lies
+    if m.device.type == "cuda":
+        say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    if m.rank == 0:
+        try:
+            ids = torch.tensor([data.encode("\n")], device=m.device)
+            out = model.generate(ids, min(400, 4 * T), 0.8, 50, torch.Generator().manual_seed(s["seed"]))[0].tolist()
+            say("sample:" + data.decode([i for i in out if i < data.vocab_size]))
+        except SystemExit:  # the tokenizer, not there, has said why
+            pass
+        say(f"{path}: the model (python model.py --ckpt={path} --prompt=...); {os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
+    if m.world > 1:
+        dist.destroy_process_group()
+    if not saved:
+        die(f"the last checkpoint could not be written to {path}")
+
+
+if __name__ == "__main__":
+    run(main)
