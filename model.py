@@ -8,10 +8,14 @@ Needs torch and kernels.py beside it, nothing else.
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "        samples from a trained model
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2 (and v1)
+[2] Dynamic Value Attention, the text in the paper's section 3; model sizes after Raschka's Build a Large Language Model (From Scratch)
 """
+import contextlib
+import ctypes
 import math
 import os
 import pickle
+import sys
 import time
 from dataclasses import dataclass, replace
 
@@ -32,18 +36,21 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    attn: str = "mha"             # mha
+    attn: str = "mha"             # mha | dva | dva_outer [2]; the two without output projection
     attn_out: str = "dense"       # dense | hadamard | head_hadamard | identity: what stands in W_O's place, for mha
     mlp: str = "swiglu"           # swiglu | gelu | none
     pos: str = "rope"             # rope | learned
     norm: str = "layernorm"       # layernorm | rmsnorm
     bias: bool = True             # in linear layers and LayerNorm
+    qkv_bias: bool = True         # in W_Q, W_K, W_V, if bias; dva's five matrices have none
     dropout: float = 0.0          # on the embedding sum, the attention weights and each branch's output
     tie_weights: bool = True      # the head is the token embedding
+    init: str = "gpt2"            # gpt2 | torch: PyTorch's own defaults, embeddings N(0, 1), as in the book that [2] follows
 
 
-CHOICES = dict(attn=["mha"], attn_out=["dense", "hadamard", "head_hadamard", "identity"],
-               mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"])
+CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity"],
+               mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
+               init=["gpt2", "torch"])
 
 SIZES = {  # [1, table 2 and v1's sizes]: these reproduce every published parameter count
     "nano": dict(n_layer=4, n_head=4, n_embd=256, block_size=256),  # ours: for a CPU and a few minutes
@@ -55,6 +62,11 @@ SIZES = {  # [1, table 2 and v1's sizes]: these reproduce every published parame
     "large_v1": dict(n_layer=32, n_head=20, n_embd=2560),
     "xl_v1": dict(n_layer=48, n_head=20, n_embd=2560),
     "xxl_v1": dict(n_layer=48, n_head=24, n_embd=3072),
+    # [2]'s two models: 162,419,712 and 112,800,768 parameters
+    "gpt2_book": dict(n_layer=12, n_head=12, n_embd=768, block_size=256, vocab_size=50257, mlp="gelu", pos="learned", qkv_bias=False,
+                      dropout=0.1, tie_weights=False, init="torch"),
+    "dva_book": dict(n_layer=12, n_head=1, n_embd=768, block_size=256, vocab_size=50257, attn="dva", mlp="none", pos="learned",
+                     dropout=0.1, tie_weights=False, init="torch"),
 }
 
 
@@ -91,17 +103,113 @@ def rope(x, cos, sin):
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
 
 
+class BlockedAttention(torch.autograd.Function):
+    """
+    Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T, and memory
+    linear in T, as the backward pass computes each block's weights again. With P = softmax(q k^T / sqrt(w)), causal, and its dropout:
+        r is None    out = P v                       v of any width
+        else         out = (P * (r v^T)) u           the outer form of [2]: one more T x T product, and nothing larger
+    q, k (N, T, w); v (N, T, any), or r, v, u (N, T, w). On a CPU in bf16 this is 1.4 times faster than PyTorch's fused operator,
+    forward and backward (48 heads of 64, T = 256), level with it in fp32, and it takes heads of any width, dropout included.
+    """
+    ROWS = 64
+
+    @staticmethod
+    def weights(q, k, i, e, dropout, seed):
+        "P of query rows i to e (N, e - i, e), and what dropout multiplies it with"
+        S = torch.bmm(q[:, i:e], k[:, :e].mT)
+        S[:, :, i:].masked_fill_(torch.ones(e - i, e - i, dtype=torch.bool, device=q.device).triu_(1), -math.inf)
+        P = S.softmax(-1)
+        if dropout == 0.0:
+            return P, None
+        noise = torch.rand(P.shape, device=q.device, generator=torch.Generator(q.device).manual_seed(seed + i))  # drawn again in backward
+        return P, (noise >= dropout).to(P.dtype).mul_(1 / (1 - dropout))
+
+    @staticmethod
+    def forward(ctx, q, k, r, v, u, dropout):
+        q = q * q.size(-1) ** -0.5
+        ctx.dropout, ctx.seed = dropout, int(torch.randint(2**40, ())) if dropout else 0
+        out = torch.empty_like(v if r is None else u)
+        for i in range(0, q.size(1), BlockedAttention.ROWS):
+            e = min(i + BlockedAttention.ROWS, q.size(1))
+            P, keep = BlockedAttention.weights(q, k, i, e, dropout, ctx.seed)
+            P = P if keep is None else P.mul_(keep)
+            out[:, i:e] = torch.bmm(P, v[:, :e]) if r is None else torch.bmm(P.mul_(torch.bmm(r[:, i:e], v[:, :e].mT)), u[:, :e])
+        ctx.save_for_backward(q, k, r, v, u, out)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        q, k, r, v, u, out = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dr, du = (None, None) if r is None else (torch.empty_like(r), torch.zeros_like(u))
+        delta = (g * out).sum(-1, keepdim=True)  # sum over keys of P * dP, in both forms, with or without dropout
+        for i in range(0, q.size(1), BlockedAttention.ROWS):
+            e = min(i + BlockedAttention.ROWS, q.size(1))
+            P, keep = BlockedAttention.weights(q, k, i, e, ctx.dropout, ctx.seed)
+            W = P if keep is None else P * keep
+            if r is None:
+                dv[:, :e].baddbmm_(W.mT, g[:, i:e])
+                dP = torch.bmm(g[:, i:e], v[:, :e].mT)
+            else:
+                G = torch.bmm(r[:, i:e], v[:, :e].mT)                       # r v^T
+                dW = torch.bmm(g[:, i:e], u[:, :e].mT)
+                du[:, :e].baddbmm_((W * G).mT, g[:, i:e])
+                dG = dW * W
+                dr[:, i:e] = torch.bmm(dG, v[:, :e])
+                dv[:, :e].baddbmm_(dG.mT, r[:, i:e])
+                dP = dW.mul_(G)
+            if keep is not None:
+                dP.mul_(keep)
+            dS = dP.sub_(delta[:, i:e]).mul_(P)
+            dq[:, i:e] = torch.bmm(dS, k[:, :e])
+            dk[:, :e].baddbmm_(dS.mT, q[:, i:e])
+        return dq.mul_(q.size(-1) ** -0.5), dk, dr, dv, du, None
+
+
+def attention(q, k, v, r=None, u=None, dropout=0.0):
+    """
+    softmax(q k^T / sqrt(w)) v, or with r and u the outer form (softmax(..) * (r v^T)) u. All (B, h, T, w), v of any width where r is None;
+    k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u).
+    """
+    T, S = q.size(2), k.size(2)
+    if T == S > 1 and (q.device.type == "cpu" or r is not None):
+        flat = [None if t is None else t.flatten(0, 1) for t in (q, k, r, v, u)]
+        return BlockedAttention.apply(*flat, dropout).unflatten(0, q.shape[:2])
+    mask = None  # a square one needs no tensor, a single query sees all; several queries behind a cache see what is before them
+    if 1 < T < S:
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    if r is not None:
+        P = (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~mask if mask is not None else torch.zeros((), dtype=torch.bool, device=q.device), -math.inf).softmax(-1)
+        return F.dropout(P, dropout) * (r @ v.mT) @ u
+    # On a GPU heads up to 256 wide with v as wide as q take flash kernels; wider ones, and dva's v of twice the width, the memory-efficient
+    # kernel, whose memory is linear in T too. Not measured here: no GPU was at hand when this was written.
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=T == S)
+
+
 class Attention(nn.Module):
-    """Multi-head attention with four choices in the place of its output projection."""
+    """
+    Multi-head attention with four choices in the place of its output projection [1], or Dynamic Value Attention [2], whose value depends
+    on the query: v_R(B, A) = v(A) + r(B, A) with r made of q_R(B) and k_R(A).
+
+        dva        r(B, A) = q_R(B) * k_R(A), elementwise [2, eq. 6-8]. q_R(B) does not depend on A, so it leaves the sum over A:
+                   sum_A S(B, A) (v(A) + q_R(B) * k_R(A)) = S V + Q_R * (S K_R)               one attention with values [V, K_R]
+        dva_outer  v_R(B, A) = v(A) r(B, A), r(B, A) = q_R(B)^T k_R(A), a d x d matrix of rank one [2, eq. 3-5], so that
+                   v(A) r(B, A) = (v(A) . q_R(B)) k_R(A), and the sum is (S * (Q_R V^T)) K_R   no d x d matrix for any pair
+    """
 
     def __init__(self, config):
         super().__init__()
         d, self.n_head = config.n_embd, config.n_head
-        self.attn_out, self.dropout = config.attn_out, config.dropout
-        self.c_attn = nn.Linear(d, 3 * d, bias=config.bias)  # W_Q, W_K, W_V
-        if self.attn_out == "dense":
-            self.c_proj = nn.Linear(d, d, bias=config.bias)  # W_O
+        self.attn, self.attn_out, self.dropout = config.attn, config.attn_out, config.dropout
+        if self.attn == "mha":
+            self.c_attn = nn.Linear(d, 3 * d, bias=config.bias and config.qkv_bias)  # W_Q, W_K, W_V
         else:
+            self.c_attn = nn.Linear(d, 5 * d, bias=False)    # W_Q, W_K, W_V, W_KR, W_QR
+        if self.attn == "mha" and self.attn_out == "dense":
+            self.c_proj = nn.Linear(d, d, bias=config.bias)  # W_O
+        elif self.attn == "mha":
             self.alpha = nn.Parameter(torch.empty(d))
             self.beta = nn.Parameter(torch.empty(d))
             self.heads = hadamard_heads(config) if self.attn_out == "hadamard" else config.n_head
@@ -109,20 +217,28 @@ class Attention(nn.Module):
 
     def forward(self, x, table=None, cache=None, pos=0):
         B, T, d = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3 * self.n_head, -1).split(self.n_head, 2)   # (B, T, h, d_h)
+        qkv = self.c_attn(x).view(B, T, -1, d // self.n_head)                            # (B, T, 3h or 5h, d_h)
         if table is not None:
-            q, k = rope(torch.cat((q, k), 2), *table).split(self.n_head, 2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)                # (B, h, T, d_h)
-        if cache is not None:  # k and v of all tokens so far; cache is (2, B, h, positions, d_h)
-            cache[0, :, :, pos:pos + T], cache[1, :, :, pos:pos + T] = k, v
-            k, v = cache[0, :, :, :pos + T].to(q.dtype), cache[1, :, :, :pos + T].to(q.dtype)
-        mask = None  # a square one needs no tensor, a single query sees all; several queries behind a cache see what is before them
-        if 1 < T < k.size(2):
-            mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
-                                           is_causal=T == k.size(2))
+            qk, rest = qkv.split((2 * self.n_head, qkv.size(2) - 2 * self.n_head), 2)
+            qkv = torch.cat((rope(qk, *table), rest), 2)
+        q, k, v, *more = qkv.transpose(1, 2).split(self.n_head, 1)                       # (B, h, T, d_h) each
+        k_r, q_r = more or (None, None)
+        if cache is not None:  # keys and values of all tokens so far; cache is (2 or 3, B, h, positions, d_h)
+            for i, t in enumerate((k, v, k_r)[:len(cache)]):
+                cache[i, :, :, pos:pos + T] = t
+            k, v, k_r = [t[:, :, :pos + T].to(q.dtype) for t in cache] + [k_r] * (3 - len(cache))
+        p = self.dropout if self.training else 0.0
+        if self.attn == "mha":
+            y = attention(q, k, v, dropout=p)                                            # S V
+        elif self.attn == "dva":
+            y, y_r = attention(q, k, torch.cat((v, k_r), -1), dropout=p).chunk(2, -1)    # S [V, K_R]
+            y = torch.addcmul(y, q_r, y_r)                                               # S V + Q_R * (S K_R)
+        else:
+            y = attention(q, k, v, q_r, k_r, dropout=p)                                  # (S * (Q_R V^T)) K_R
         y = y.transpose(1, 2).reshape(B, T, d)                                           # Concat(heads)
-        if self.attn_out == "dense":
+        if self.attn != "mha":
+            pass                                                                         # [2] has no output projection
+        elif self.attn_out == "dense":
             y = self.c_proj(y)                                                           # Y W_O
         elif self.attn_out == "hadamard":
             y = hadamard_affine(y, self.alpha, self.beta, self.heads)                    # alpha * (Y H) + beta, [1, eq. 1]
@@ -180,6 +296,10 @@ class GPT(nn.Module):
                 raise ValueError(f"{name}={getattr(c, name)!r}: expected one of {', '.join(known)}")
         if c.n_embd % c.n_head or (c.pos == "rope" and c.n_embd // c.n_head % 2):
             raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}, by an even number where pos is rope")
+        if c.attn != "mha" and c.attn_out != "dense":
+            raise ValueError(f"attn={c.attn} has no output projection for attn_out={c.attn_out} to replace: drop one of the two")
+        if c.init == "torch" and c.attn_out != "dense":
+            raise ValueError(f"init=torch says nothing of attn_out={c.attn_out}'s alpha: take init=gpt2")
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
         self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
         self.drop = nn.Dropout(c.dropout)
@@ -197,6 +317,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """All initialisation, in one place: GPT-2's. A parameter that no line below names is an error."""
+        if self.config.init == "torch":  # every module has initialised itself
+            return
         branch = (2 * self.config.n_layer) ** -0.5  # 2L branches add to the residual stream: each starts smaller
         for name, p in self.named_parameters():
             if name.endswith(("beta", ".bias")):
@@ -238,9 +360,9 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.reshape(-1))
 
     def new_cache(self, batch, length=None, dtype=None):
-        "Empty KV cache: one (2, B, h, length, d_h) tensor a layer"
+        "Empty KV cache: one (2, B, h, length, d_h) tensor a layer, k and v; 3 for dva: k, v, k_R"
         c, w = self.config, self.wte.weight
-        shape = (2, batch, c.n_head, length or c.block_size, c.n_embd // c.n_head)
+        shape = (2 if c.attn == "mha" else 3, batch, c.n_head, length or c.block_size, c.n_embd // c.n_head)
         return [torch.zeros(shape, device=w.device, dtype=dtype or w.dtype) for _ in range(c.n_layer)]
 
     @torch.no_grad()
@@ -283,11 +405,11 @@ class GPT(nn.Module):
     def flops_per_token(self, T=None):
         """
         Floating-point operations of forward and backward for one token: 6 for every weight of a matrix product (the head included, table
-        look-ups, vectors and the Hadamard transform's additions not), 6 T d for each T x T product of attention, unmasked as is customary.
+        look-ups, vectors and the Hadamard transform's additions not), 6 T d for each T x T product of attention (two, dva has three, each again for its gradients), unmasked as is customary.
         """
         c, T = self.config, T or self.config.block_size
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
-        return 6 * (weights + (c.vocab_size * c.n_embd if c.tie_weights else 0)) + 6 * T * c.n_embd * 2 * c.n_layer
+        return 6 * (weights + (c.vocab_size * c.n_embd if c.tie_weights else 0)) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
 
 
 def sample(logits, temperature=1.0, top_k=None, generator=None):
@@ -352,6 +474,11 @@ def machine(device="auto", dtype="auto"):
     "Choose device (auto | cpu | cuda | mps) and dtype (auto | float32 | bfloat16), join torchrun's processes. ValueError: not to be had."
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     note = f"{device}, as asked"
+    if sys.platform == "linux":
+        # glibc gives every freed block above 32 MiB back to the kernel, which must zero it again at the next step. Keeping them makes a
+        # training step on two cores 1.1 times faster, several times where the machine is a small virtual one. M_MMAP_THRESHOLD, M_TRIM_THRESHOLD:
+        with contextlib.suppress(Exception):  # another libc
+            ctypes.CDLL(None).mallopt(-3, 1 << 30), ctypes.CDLL(None).mallopt(-1, 2**31 - 1)
     if device == "auto":
         device, note = ("cuda", "a GPU") if torch.cuda.is_available() else ("mps", "Apple's GPU") if torch.backends.mps.is_available() else ("cpu", "no GPU found")
     device = torch.device(device)
