@@ -4,10 +4,12 @@ Operators of the three papers, each with its derivative, each with a fast path f
     hadamard_matrix(n)                        the matrix itself, entries +1 and -1
     hadamard_transform(x, scale)              scale * (x @ H), exact for every order n that hadamard_matrix knows
     hadamard_affine(x, alpha, beta)           alpha * (x @ H / sqrt(d)) + beta in one pass over memory  [1, eq. 1]
+    fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [2, eq. 4], on gates or on their logits
 
 To copy an operator into another repository take its section whole: it needs torch, uses Triton where that is installed, and nothing else.
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2
+[2] Bradbury et al., Quasi-Recurrent Neural Networks, arXiv:1611.01576
 """
 import math
 from functools import lru_cache
@@ -485,3 +487,434 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
         _check_order(d // n_head, "d" if n_head == 1 else "d / n_head")
     scale = (n_head if heads_only else d) ** -0.5
     return _hadamard(x.reshape(-1, d).contiguous(), alpha, beta, None, scale, n_head, heads_only).view(x.shape)
+
+
+# -----------------------------------------------------------------------------
+# fo-pooling: the recurrence of the QRNN [2, eq. 4]
+#
+#     c_t = f_t c_(t-1) + (1 - f_t) z_t          h_t = o_t c_t
+#
+# Backward, with dh_t = dL/dh_t and e_t = f_t dc_t, which is what step t hands to step t - 1:
+#
+#     dc_t = o_t dh_t + e_(t+1)    do_t = dh_t c_t    dz_t = (1 - f_t) dc_t    df_t = (c_(t-1) - z_t) dc_t    dc_0 = e_1
+#
+# Both paths keep the state before every FO_CHUNK-th step (`edges`) and nothing else of the forward pass. The backward
+# pass redoes the steps between from there. It never runs the recurrence in reverse: c_(t-1) = (c_t - ..) / f_t is
+# lost as soon as f is small. Least traffic for N = B*T*H elements in bf16, gates fused: 8 N bytes forward (3 logits in,
+# h out), 14 N backward (3 logits and dh in, 3 gradients out), 4 N / FO_CHUNK = N / 4 more in each for the edges.
+#
+# What compiling ahead of time shows (Triton 3.9, sm_90, bf16, no spills, no shared memory): forward 96 registers and 37
+# instructions an element in the loop, backward 235 and 63; fp32 96 and 47, 189 and 81. sm_80, sm_100 and Triton 3.6 come
+# close to that. An H200 can issue about 57 in the time the forward pass's bytes take, 98 in the backward pass's.
+FO_CHUNK = 16
+
+
+def _fo_state_dtype(dtype):
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _fo_span(B, T, H):
+    """Steps that the CPU works on at once: up to 2 MB of fp32 a bank, so that all seven fit a third-level cache. Spans
+    for the second level mean more calls, which cost more than they save as soon as the cores have other work: each
+    call waits for the slower of its threads."""
+    return min(max(1, 2 ** 19 // max(1, FO_CHUNK * B * H)) * FO_CHUNK, T)
+
+
+def _fo_gates_torch(scratch, banks, t, act):
+    """Steps t, t + 1, .. of the three banks into scratch (3, n, B, H), in the state's dtype and activated."""
+    for row, bank in zip(scratch, banks):
+        row.copy_(bank[:, t:t + scratch.size(1)].transpose(0, 1))
+    if act:
+        # tanh x = 2 sigmoid(2x) - 1 takes a quarter of torch.tanh's time on a CPU, and is off by 1e-7 at most in fp32
+        scratch[0].mul_(2)
+        scratch.sigmoid_()
+        scratch[0].mul_(2).sub_(1)
+
+
+def _fo_forward_torch(z, f, o, c0, act):
+    """(h, c_last, edges) by a walk in place over time.
+
+    What counts on a CPU is fresh memory: 4 KB page faults make writing 33 MB that were never touched (one bank of
+    B 16, T 512, H 1024 in fp32) dearer than activating all three banks again. So a span of time is worked on in
+    scratch that stays in cache and is used again by the next span, and only h and the edges are new. Time-major
+    scratch makes a step one call on contiguous memory: the scan is 2 ms of the forward pass, the rest is copies and
+    activations. So there is nothing to gain from a scan in parallel over time. Where fp32 tensors of 30 MB and more are
+    common, THP_MEM_ALLOC_ENABLE=1 in the environment (PyTorch's huge pages) takes another third off this operator.
+    """
+    B, T, H = z.shape
+    state, span = _fo_state_dtype(z.dtype), _fo_span(B, T, H)
+    h = z.new_empty(B, T, H)
+    edges = z.new_empty(-(-T // FO_CHUNK), B, H, dtype=state)
+    scratch = z.new_empty(3, span, B, H, dtype=state)
+    c = z.new_zeros(span + 1, B, H, dtype=state)  # c[0]: the state before the span
+    if c0 is not None:
+        c[0] = c0
+    steps = list(zip(scratch[0].unbind(), c.unbind(), scratch[1].unbind(), c[1:].unbind()))
+    last = c[0]
+    for t in range(0, T, max(1, span)):
+        n = min(span, T - t)
+        c[0].copy_(last)
+        _fo_gates_torch(scratch[:, :n], (z, f, o), t, act)
+        for z_t, c_prev, f_t, c_t in steps[:n]:
+            torch.lerp(z_t, c_prev, f_t, out=c_t)  # z + f (c - z), exact at f = 0 and f = 1
+        last = c[n]
+        edges[t // FO_CHUNK:-(-(t + n) // FO_CHUNK)] = c[:n:FO_CHUNK]
+        h[:, t:t + n].transpose(0, 1).copy_(scratch[2, :n].mul_(c[1:n + 1]))
+    return h, last.clone(), edges
+
+
+def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
+    """Fills dz, df, do (B, T, H) and returns dc0 (B, H): the spans in reverse, each redone from its first edge."""
+    B, T, H = z.shape
+    state, span = edges.dtype, _fo_span(B, T, H)
+    scratch = z.new_empty(3, span, B, H, dtype=state)
+    c = z.new_empty(span + 1, B, H, dtype=state)
+    dc, work = z.new_empty(2, span, B, H, dtype=state)
+    e = z.new_zeros(B, H, dtype=state) if dc_last is None else dc_last.to(state, copy=True)
+    steps = list(zip(scratch[0].unbind(), c.unbind(), scratch[1].unbind(), c[1:].unbind()))
+    back = list(zip(dc.unbind(), scratch[1, 1:].unbind(), dc[1:].unbind()))
+    sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input  # g y (1 - y) in one pass
+    tanh_backward = torch.ops.aten.tanh_backward.grad_input  # g (1 - y^2)
+    for t in reversed(range(0, T, max(1, span))):
+        n = min(span, T - t)
+        _fo_gates_torch(scratch[:, :n], (z, f, o), t, act)
+        c[0].copy_(edges[t // FO_CHUNK])
+        for z_t, c_prev, f_t, c_t in steps[:n]:
+            torch.lerp(z_t, c_prev, f_t, out=c_t)
+        (z_, f_, o_), dc_, w = scratch[:, :n], dc[:n], work[:n]
+        if dh is None:
+            dc_.zero_()
+            w.zero_()
+        else:
+            w.copy_(dh[:, t:t + n].transpose(0, 1))
+            torch.mul(w, o_, out=dc_)
+            w.mul_(c[1:n + 1])  # do_t = dh_t c_t
+        if act:
+            sigmoid_backward(w, o_, grad_input=w)
+        do[:, t:t + n].transpose(0, 1).copy_(w)
+        dc_[n - 1].add_(e)
+        for dc_t, f_next, dc_next in reversed(back[:n - 1]):
+            dc_t.addcmul_(f_next, dc_next)  # dc_t = o_t dh_t + f_(t+1) dc_(t+1)
+        torch.mul(f_[0], dc_[0], out=e)
+        torch.sub(c[:n], z_, out=w).mul_(dc_)  # df_t = (c_(t-1) - z_t) dc_t
+        if act:
+            sigmoid_backward(w, f_, grad_input=w)
+        df[:, t:t + n].transpose(0, 1).copy_(w)
+        torch.addcmul(dc_, dc_, f_, value=-1, out=w)  # dz_t = (1 - f_t) dc_t
+        if act:
+            tanh_backward(w, z_, grad_input=w)
+        dz[:, t:t + n].transpose(0, 1).copy_(w)
+    return e
+
+
+if triton is not None:
+
+    @triton.jit
+    def _fo_sigmoid(x, PTX: tl.constexpr):
+        # e^-x overflows to inf below -88, and 1 / inf is the right 0. Triton guards exp and division against denormals
+        # that cannot matter here: 8 of the 12 instructions. In PTX the same formula takes 4.
+        if PTX:
+            return tl.inline_asm_elementwise(
+                "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; "  # -log2(e)
+                "add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }", "=f,f", [x], tl.float32, True, 1)
+        else:
+            return 1 / (1 + tl.exp(-x))
+
+    @triton.jit
+    def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, H, sb, st, L,
+                           ACT: tl.constexpr, HAS_C0: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr,
+                           PTX: tl.constexpr, U: tl.constexpr, D: tl.constexpr):
+        """One program: D channels of one batch row, L steps from seg * L on. With SUMMARY only the segment's map
+        c -> prod(f) c + part is computed, into sum (2, segments, B, H); with SEGMENTED the state before the segment
+        is composed of the maps of the segments before it."""
+        S: tl.constexpr = edge_ptr.dtype.element_ty
+        seg, segs = tl.program_id(1), tl.num_programs(1)
+        b = (tl.program_id(0) // tl.cdiv(H, D)).to(tl.int64)
+        i = tl.program_id(0) % tl.cdiv(H, D) * D + tl.arange(0, D)
+        live = i < H
+        zero = tl.zeros((D,), tl.int32)  # makes masks of scalars (D,): the interpreter cannot broadcast them
+        row = b * H + i  # in a (B, H) tensor; row n of (N, B, H) is (n * B + b) * H + i
+        c = tl.zeros((D,), S)
+        prod = c + 1
+        if HAS_C0 and not SUMMARY:
+            c = tl.load(c0_ptr + row, live, 0.0).to(S)
+        if SEGMENTED:
+            for s0 in range(0, seg, U):
+                ps, qs = (), ()
+                for u in tl.static_range(U):
+                    s, m = s0 + u, live & (s0 + u + zero < seg)
+                    ps = ps + (tl.load(sum_ptr + (s * B + b) * H + i, m, 1.0),)
+                    qs = qs + (tl.load(sum_ptr + ((segs + s) * B + b) * H + i, m, 0.0),)
+                for u in tl.static_range(U):
+                    c = ps[u] * c + qs[u]
+        for k in range(0, tl.cdiv(tl.minimum(T - seg * L, L), U)):
+            t0 = seg * L + k * U
+            # One step in flight at a time would be bound by latency, 20 times off the memory's rate: all loads of a
+            # chunk go out first. Steps past T get f = 1, z = 0 and leave c alone.
+            zs, fs, os = (), (), ()
+            for u in tl.static_range(U):
+                m = live & (t0 + u + zero < T)
+                at = b * sb + (t0 + u).to(tl.int64) * st + i
+                zs = zs + (tl.load(z_ptr + at, m, 0.0),)
+                fs = fs + (tl.load(f_ptr + at, m, float("inf") if ACT else 1.0),)
+                if not SUMMARY:
+                    os = os + (tl.load(o_ptr + at, m, 0.0),)
+            if not SUMMARY:
+                tl.store(edge_ptr + (t0 // U * B + b) * H + i, c, live)
+            for u in tl.static_range(U):
+                z = zs[u].to(S)
+                f = fs[u].to(S)
+                if ACT:
+                    z = 2 * _fo_sigmoid(2 * z, PTX) - 1  # tanh
+                    f = _fo_sigmoid(f, PTX)
+                c = f * c + (1 - f) * z
+                if SUMMARY:
+                    prod = prod * f
+                else:
+                    o = os[u].to(S)
+                    if ACT:
+                        o = _fo_sigmoid(o, PTX)
+                    at = (b * T + t0 + u) * H + i
+                    tl.store(h_ptr + at, (o * c).to(h_ptr.dtype.element_ty), live & (t0 + u + zero < T))
+        if SUMMARY:
+            tl.store(sum_ptr + (seg * B + b) * H + i, prod, live)
+            tl.store(sum_ptr + ((segs + seg) * B + b) * H + i, c, live)
+        elif seg == segs - 1:
+            tl.store(c_last_ptr + row, c, live)
+
+    @triton.jit
+    def _fo_backward_kernel(z_ptr, f_ptr, o_ptr, edge_ptr, dh_ptr, dc_last_ptr, dz_ptr, df_ptr, do_ptr, dc0_ptr,
+                            sum_ptr, B, T, H, sb, st, db, dt, L, ACT: tl.constexpr, HAS_DH: tl.constexpr,
+                            HAS_DC: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr, PTX: tl.constexpr,
+                            U: tl.constexpr, D: tl.constexpr):
+        """As the forward kernel, in reverse: the carry is e = f dc, a segment's map e -> prod(f) e + part."""
+        S: tl.constexpr = edge_ptr.dtype.element_ty
+        G: tl.constexpr = dz_ptr.dtype.element_ty
+        seg, segs = tl.program_id(1), tl.num_programs(1)
+        b = (tl.program_id(0) // tl.cdiv(H, D)).to(tl.int64)
+        i = tl.program_id(0) % tl.cdiv(H, D) * D + tl.arange(0, D)
+        live = i < H
+        zero = tl.zeros((D,), tl.int32)
+        row = b * H + i
+        e = tl.zeros((D,), S)
+        prod = e + 1
+        if HAS_DC and not SUMMARY:
+            e = tl.load(dc_last_ptr + row, live, 0.0).to(S)
+        if SEGMENTED:
+            for s0 in range(0, segs - 1 - seg, U):
+                ps, qs = (), ()
+                for u in tl.static_range(U):
+                    s, m = segs - 1 - s0 - u, live & (segs - 1 - s0 - u + zero > seg)
+                    ps = ps + (tl.load(sum_ptr + (s * B + b) * H + i, m, 1.0),)
+                    qs = qs + (tl.load(sum_ptr + ((segs + s) * B + b) * H + i, m, 0.0),)
+                for u in tl.static_range(U):
+                    e = ps[u] * e + qs[u]
+        chunks = tl.cdiv(tl.minimum(T - seg * L, L), U)
+        for k in range(0, chunks):
+            t0 = seg * L + (chunks - 1 - k) * U
+            zs, fs, os, gs, cs = (), (), (), (), ()
+            for u in tl.static_range(U):
+                m = live & (t0 + u + zero < T)
+                at = b * sb + (t0 + u).to(tl.int64) * st + i
+                fs = fs + (tl.load(f_ptr + at, m, float("inf") if ACT else 1.0),)
+                if not SUMMARY:
+                    zs = zs + (tl.load(z_ptr + at, m, 0.0),)
+                if HAS_DH or not SUMMARY:
+                    os = os + (tl.load(o_ptr + at, m, 0.0),)
+                if HAS_DH:
+                    gs = gs + (tl.load(dh_ptr + (b * T + t0 + u) * H + i, m, 0.0),)
+            if not SUMMARY:
+                c = tl.load(edge_ptr + (t0 // U * B + b) * H + i, live, 0.0)
+                for u in tl.static_range(U):
+                    z, f = zs[u].to(S), fs[u].to(S)
+                    if ACT:
+                        z = 2 * _fo_sigmoid(2 * z, PTX) - 1
+                        f = _fo_sigmoid(f, PTX)
+                    cs = cs + (c,)
+                    c = f * c + (1 - f) * z
+            # f and z are written out a second time below; the compiler sees that they are the same and keeps the first
+            for u in tl.static_range(U - 1, -1, -1):
+                f = fs[u].to(S)
+                if ACT:
+                    f = _fo_sigmoid(f, PTX)
+                dc = e
+                if HAS_DH:
+                    o, dh = os[u].to(S), gs[u].to(S)
+                    if ACT:
+                        o = _fo_sigmoid(o, PTX)
+                    dc = o * dh + e
+                e = f * dc
+                if SUMMARY:
+                    prod = prod * f
+                else:
+                    z = zs[u].to(S)
+                    if ACT:
+                        z = 2 * _fo_sigmoid(2 * z, PTX) - 1
+                    dz = (1 - f) * dc
+                    df = (cs[u] - z) * dc
+                    do = tl.zeros((D,), S)
+                    if HAS_DH:
+                        do = dh * c
+                    if ACT:
+                        dz = dz * (1 - z * z)
+                        df = df * (f * (1 - f))
+                        if HAS_DH:
+                            do = do * (o * (1 - o))
+                    c = cs[u]
+                    m = live & (t0 + u + zero < T)
+                    at = b * db + (t0 + u).to(tl.int64) * dt + i
+                    tl.store(dz_ptr + at, dz.to(G), m)
+                    tl.store(df_ptr + at, df.to(G), m)
+                    tl.store(do_ptr + at, do.to(G), m)
+        if SUMMARY:
+            tl.store(sum_ptr + (seg * B + b) * H + i, prod, live)
+            tl.store(sum_ptr + ((segs + seg) * B + b) * H + i, e, live)
+        elif seg == 0:
+            tl.store(dc0_ptr + row, e, live)
+
+    def _fo_plan(z, f, o):
+        """The banks with one pair of strides and channels side by side (a copy if they lack it), launch grid, settings.
+
+        One program walks 64 channels in 16-bit, 32 otherwise: two bf16 share each load and each register of the 3 * 16
+        (4 * 16 backward) loads in flight. 32768 channels keep enough bytes in flight to walk T in one go. With fewer, T
+        is cut in segments of 64 steps or more, up to 131072 (channel, segment) pairs: a first launch reads z and f (f,
+        o, dh backward) for each segment's map, 4 N bytes (6 N) more in bf16. These bounds are calculated, not measured.
+        """
+        B, T, H = z.shape
+        if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
+            z, f, o = z.contiguous(), f.contiguous(), o.contiguous()
+        segments = 1 if B * H >= 32768 else min(128, triton.cdiv(131072, B * H), triton.cdiv(T, 4 * FO_CHUNK))
+        length = triton.cdiv(triton.cdiv(T, max(1, segments)), FO_CHUNK) * FO_CHUNK
+        segments = triton.cdiv(T, length) if T else 1
+        D = 64 if z.element_size() == 2 else 32
+        ptx = z.is_cuda and torch.version.hip is None and z.dtype != torch.float64
+        settings = dict(SEGMENTED=segments > 1, PTX=ptx, U=FO_CHUNK, D=D, num_warps=1)
+        return z, f, o, (triton.cdiv(H, D) * B, segments), max(length, FO_CHUNK), settings
+
+    def _fo_forward_triton(z, f, o, c0, act):
+        """_fo_forward_torch on a GPU; on a CPU too, if TRITON_INTERPRET=1 was set before the import."""
+        (B, T, H), state = z.shape, _fo_state_dtype(z.dtype)
+        h = z.new_empty(B, T, H)
+        c_last = z.new_empty(B, H, dtype=state)
+        edges = z.new_empty(triton.cdiv(T, FO_CHUNK), B, H, dtype=state)
+        if B * H == 0:
+            return h, c_last, edges
+        z, f, o, grid, length, settings = _fo_plan(z, f, o)
+        maps = edges.new_empty(2, grid[1], B, H) if grid[1] > 1 else edges
+        c0 = c0 if c0 is None else c0.contiguous()
+        args = z, f, o, c0, h, c_last, edges, maps, B, T, H, z.stride(0), z.stride(1), length, act, c0 is not None
+        with torch.cuda.device_of(z):  # Triton launches on the current device, which need not be the tensor's
+            if grid[1] > 1:
+                _fo_forward_kernel[grid](*args, SUMMARY=True, **settings | dict(SEGMENTED=False))
+            _fo_forward_kernel[grid](*args, SUMMARY=False, **settings)
+        return h, c_last, edges
+
+    def _fo_backward_triton(z, f, o, edges, dh, dc_last, dz, df, do, act):
+        """_fo_backward_torch on a GPU, or in the interpreter; dz, df, do share their strides."""
+        B, T, H = z.shape
+        dc0 = edges.new_empty(B, H)
+        if B * H == 0:
+            return dc0
+        z, f, o, grid, length, settings = _fo_plan(z, f, o)
+        maps = edges.new_empty(2, grid[1], B, H) if grid[1] > 1 else edges
+        dh = dh if dh is None else dh.contiguous()
+        dc_last = dc_last if dc_last is None else dc_last.contiguous()
+        args = (z, f, o, edges, dh, dc_last, dz, df, do, dc0, maps, B, T, H, z.stride(0), z.stride(1),
+                dz.stride(0), dz.stride(1), length, act, dh is not None, dc_last is not None)
+        with torch.cuda.device_of(z):
+            if grid[1] > 1:
+                _fo_backward_kernel[grid](*args, SUMMARY=True, **settings | dict(SEGMENTED=False))
+            _fo_backward_kernel[grid](*args, SUMMARY=False, **settings)
+        return dc0
+
+
+# One operator for both forms, told apart by the number of banks: [gates] holds logits (B, T, 3H), [z, f, o] activated
+# inputs. So gates come in, and their gradient goes out, as one tensor: cutting them with chunk() outside would make
+# autograd glue the three gradients together again, a third of the backward pass's traffic. The third output, edges, is
+# for the backward pass only.
+@torch.library.custom_op("kernels::fo_pool", mutates_args=(),
+                         schema="(Tensor[] banks, Tensor? c0) -> (Tensor, Tensor, Tensor)")
+def _fo_op(banks, c0):
+    act = len(banks) == 1
+    z, f, o = banks[0].chunk(3, dim=-1) if act else banks
+    forward = _fo_forward_triton if z.is_cuda and triton is not None else _fo_forward_torch
+    return forward(z, f, o, c0, act)
+
+
+@_fo_op.register_fake
+def _(banks, c0):
+    B, T, H = banks[0].shape
+    H = H // 3 if len(banks) == 1 else H
+    x, state = banks[0], _fo_state_dtype(banks[0].dtype)
+    return (x.new_empty(B, T, H), x.new_empty(B, H, dtype=state),
+            x.new_empty((T + FO_CHUNK - 1) // FO_CHUNK, B, H, dtype=state))
+
+
+@torch.library.custom_op("kernels::fo_pool_backward", mutates_args=(),
+                         schema="(Tensor[] banks, Tensor edges, Tensor? dh, Tensor? dc_last) -> (Tensor[], Tensor)")
+def _fo_backward_op(banks, edges, dh, dc_last):
+    act = len(banks) == 1
+    z, f, o = banks[0].chunk(3, dim=-1) if act else banks
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in banks]
+    dz, df, do = grads[0].chunk(3, dim=-1) if act else grads
+    backward = _fo_backward_triton if z.is_cuda and triton is not None else _fo_backward_torch
+    return grads, backward(z, f, o, edges, dh, dc_last, dz, df, do, act)
+
+
+@_fo_backward_op.register_fake
+def _(banks, edges, dh, dc_last):
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in banks]
+    return grads, edges.new_empty(edges.shape[1:])
+
+
+def _fo_setup_context(ctx, inputs, output):
+    banks, _ = inputs
+    ctx.set_materialize_grads(False)  # an unused h or c_last costs nothing
+    ctx.save_for_backward(*banks, output[2])
+
+
+def _fo_autograd(ctx, dh, dc_last, _):
+    *banks, edges = ctx.saved_tensors
+    grads, dc0 = torch.ops.kernels.fo_pool_backward(banks, edges, dh, dc_last)
+    return grads, dc0 if ctx.needs_input_grad[1] else None
+
+
+_fo_op.register_autograd(_fo_autograd, setup_context=_fo_setup_context)
+
+
+def _fo_pool(name, banks, H, c0):
+    x, state = banks[0], _fo_state_dtype(banks[0].dtype)
+    if not x.is_floating_point() or x.dtype.itemsize == 1 or any(b.dtype != x.dtype for b in banks):
+        raise TypeError(f"{name}: inputs must share one of float16, bfloat16, float32, float64, "
+                        f"got {', '.join(str(b.dtype) for b in banks)}; cast them first, e.g. with .to(torch.float32)")
+    if c0 is not None and (c0.shape != (x.size(0), H) or c0.dtype != state):
+        raise ValueError(f"{name}: c0 must be {state} of shape ({x.size(0)}, {H}), got {c0.dtype} of shape "
+                         f"{tuple(c0.shape)}; pass the c_last of the window before, or None for zeros")
+    h, c_last, _ = torch.ops.kernels.fo_pool(banks, c0)
+    return h, c_last
+
+
+def fo_pool(z, f, o, c0=None):
+    """fo-pooling of activated inputs: c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t.
+
+    z, f, o (B, T, H), one dtype of float16, bfloat16, float32, float64; c0 (B, H), None for zeros. Returns h (B, T, H)
+    in their dtype and c_last (B, H), the c0 of the next window. The state (c0, c_last) is float32 for 16-bit inputs,
+    else in their dtype. Differentiable once in all inputs, through h and c_last. Raises ValueError or TypeError for
+    shapes or dtypes that do not fit. Source: Bradbury et al. 2017, arXiv:1611.01576, eq. 4.
+    """
+    if z.dim() != 3 or not z.shape == f.shape == o.shape:
+        raise ValueError(f"fo_pool: z, f, o must share one shape (B, T, H), got {tuple(z.shape)}, {tuple(f.shape)}, "
+                         f"{tuple(o.shape)}; add the missing dimension, e.g. with z[None]")
+    return _fo_pool("fo_pool", [z, f, o], z.size(2), c0)
+
+
+def qrnn_pool(gates, c0=None):
+    """fo_pool(tanh(z), sigmoid(f), sigmoid(o), c0) for gates (B, T, 3H) = logits [z, f, o], activations fused.
+
+    Prefer it in 16-bit: a bf16 f is exactly 1 from a logit of about 6.2 on, and the channel is stuck; the logit is not.
+    Dtypes, results, errors and source as for fo_pool.
+    """
+    if gates.dim() != 3 or gates.size(2) % 3:
+        raise ValueError(f"qrnn_pool: gates must be (B, T, 3H), the logits of z, f, o side by side, got "
+                         f"{tuple(gates.shape)}; join them with torch.cat([z, f, o], dim=-1)")
+    return _fo_pool("qrnn_pool", [gates], gates.size(2) // 3, c0)

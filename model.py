@@ -3,12 +3,14 @@ The models of the three papers, every variant behind a flag that stands beside i
 
     GPT     decoder-only transformer; attn_out = dense | hadamard | head_hadamard | identity   [1]
                                       attn     = mha | dva | dva_outer                         [2]
+    SHAQ    one attention head over LSTMs or quasi-recurrent nets with a memory; SHAQ_PRESETS holds every ablation   [3]
 
 Needs torch and kernels.py beside it, nothing else.
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "        samples from a trained model
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2 (and v1)
 [2] Dynamic Value Attention, the text in the paper's section 3; model sizes after Raschka's Build a Large Language Model (From Scratch)
+[3] Bharwani et al., SHAQ: Single Headed Attention with Quasi-Recurrence, and Merity's SHA-RNN, arXiv:1911.11423, that it takes apart
 """
 import contextlib
 import ctypes
@@ -23,7 +25,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import hadamard_affine, hadamard_matrix
+from kernels import hadamard_affine, hadamard_matrix, qrnn_pool
 
 # -----------------------------------------------------------------------------
 # GPT: settings
@@ -448,6 +450,435 @@ def fold_hadamard(model):
 
 
 # -----------------------------------------------------------------------------
+# SHA-RNN (Merity, arXiv:1911.11423), its ablations, and SHAQ (Bharwani et al.). Bytes -> embedding -> blocks of
+# recurrence [-> attention over memory] [-> Boom] -> decoder tied to the embedding. Equations are the SHAQ paper's.
+#
+# The state of a stream (recurrent state and memory of each block) is a plain value that goes in and comes out:
+#     loss, state = model(x, y, detach_state(state))
+# Attention has no projection for keys and values, and no positional signal: order comes from the recurrence.
+
+
+@dataclass
+class SHAQConfig:
+    """The defaults are SHA-RNN at full size; SHAQ_PRESETS holds what each experiment of the paper changes.
+
+    A smaller model is the same preset with a smaller width: SHAQConfig(**SHAQ_PRESETS["shaq"], n_embd=192).
+    Raises ValueError, in one line, on values that make no model.
+    """
+    vocab_size: int = 205           # distinct byte values of enwik8
+    n_layer: int = 4
+    n_head: int = 1
+    n_embd: int = 1024
+    rnn: str = "lstm"               # lstm | qrnn
+    qrnn_window: int = 2            # width of the QRNN's causal convolution
+    rnn_residual: bool = False      # h + rnn(h) in SHAQ, rnn(h) in SHA-RNN as published
+    attn_layers: tuple = (3,)       # blocks that attend, counted from 1 as in Table 2; "2,4" works too
+    gates: bool = True              # Q_s, K_s, V_s of section 4.2 (and the overparametrised V_s of the published code)
+    memory: str = "full"            # full | mean (eq. 1-4) | none
+    mem_len: int = 5000             # positions of the past that a block may hold
+    mean_window: int = 1024         # p of eq. 1-3: memory=mean counts its windows on this grid
+    ff: str = "boom"                # boom | ffn | none
+    dropout: float = 0.1
+
+    def __post_init__(self):
+        blocks = self.attn_layers
+        try:
+            blocks = str(blocks).split(",") if isinstance(blocks, int) or blocks and isinstance(blocks, str) else blocks
+            self.attn_layers = tuple(sorted({int(i) for i in blocks}))
+        except ValueError:
+            raise ValueError(f"attn_layers={self.attn_layers}: expected block numbers such as 3 or 2,4") from None
+        for ok, message in (
+            (self.rnn in ("lstm", "qrnn"), f"rnn={self.rnn}: expected lstm or qrnn"),
+            (self.memory in ("full", "mean", "none"), f"memory={self.memory}: expected full, mean or none"),
+            (self.ff in ("boom", "ffn", "none"), f"ff={self.ff}: expected boom, ffn or none"),
+            (min(self.vocab_size, self.n_layer, self.n_embd, self.qrnn_window, self.mean_window) >= 1,
+             "vocab_size, n_layer, n_embd, qrnn_window and mean_window: expected at least 1 each"),
+            (self.n_head >= 1 and self.n_embd % self.n_head == 0,
+             f"n_embd={self.n_embd} does not divide into n_head={self.n_head} heads"),
+            (all(1 <= i <= self.n_layer for i in self.attn_layers),
+             f"attn_layers={self.attn_layers}: expected block numbers from 1 to n_layer={self.n_layer}"),
+            (self.mem_len >= 0, f"mem_len={self.mem_len}: expected 0 or more positions"),
+            (self.memory != "mean" or self.mem_len > self.mean_window,
+             f"memory=mean: expected mem_len={self.mem_len} above mean_window={self.mean_window}"),
+            (0 <= self.dropout < 1, f"dropout={self.dropout}: expected a value in [0, 1)"),
+        ):
+            if not ok:
+                raise ValueError(message)
+
+
+SHAQ_PRESETS = {                                                        # parameters at d = 1024, V = 205    paper
+    "sharnn": dict(),                                                   # 53,773,517                         54M
+    "no_boom": dict(ff="none"),                                         # 36,963,533                         37M
+    "ffn": dict(ff="ffn"),                                              # 70,554,829                         71M
+    "qrnn": dict(rnn="qrnn"),                                           # 45,364,429                         45M
+    "mean_mem": dict(memory="mean"),                                    # 53,773,517                         53M (*)
+    "no_gates": dict(gates=False),                                      # 51,671,245                         51M (*)
+    "attn1": dict(attn_layers=(1,)),                                    # 53,773,517                         54M
+    "attn2": dict(attn_layers=(2,)),                                    # 53,773,517                         54M
+    "attn3": dict(attn_layers=(3,)),                                    # 53,773,517                         54M
+    "attn4": dict(attn_layers=(4,)),                                    # 53,773,517                         54M
+    "layers3_heads2": dict(n_layer=3, n_head=2, attn_layers=(3,)),      # 41,172,173                         41M
+    "layers2_heads2": dict(n_layer=2, n_head=2, attn_layers=(2,)),      # 28,570,829                         29M
+    "layers2": dict(n_layer=2, attn_layers=(2,)),                       # 28,570,829                         29M
+    "shaq": dict(rnn="qrnn", rnn_residual=True, gates=False, ff="none"),  # 26,452,173                       26M
+}
+# SHA-RNN's published code creates 24,576 more parameters that nothing reads (qkvs, r_gate, and the norms lnout, lnmid
+# and lnmem of blocks that do not use them): with them it is 53,798,093. Those dead parameters are left out here.
+# (*) These two come out truncated, not rounded (53.8 and 51.7). The paper does the same where it calls SHA-RNN "53M" in
+# section 5 and "54M" in its tables, so the plain reading stands. Dropping W_q as well would round to 53M and 51M, but
+# nothing in section 4.2 says so, and SHAQ, with the same attention, only reaches 26M with W_q in it.
+# Two heads cost no parameters: with no key or value projections, a head is a slice of the channels.
+
+
+class QRNN(nn.Module):
+    """Quasi-recurrent layer, eq. 5-9 (Bradbury et al., arXiv:1611.01576): causal convolution, then fo-pooling."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.window = config.qrnn_window
+        self.conv = nn.Linear(self.window * config.n_embd, 3 * config.n_embd)   # W_z, W_f, W_o
+
+    def forward(self, x, state=None):
+        """x (B, T, d) -> h (B, T, d), state; state = the last window - 1 inputs (B, window - 1, d), c (B, d) fp32."""
+        past, c = state if state is not None else (x.new_zeros(x.size(0), self.window - 1, x.size(2)), None)
+        T = x.size(1)
+        x = torch.cat([past.to(x.dtype), x], dim=1)                     # (B, window - 1 + T, d)
+        # One wide product beats one narrow product per tap: 1.1 to 1.5 times faster on a CPU at d = 192 to 1024.
+        taps = torch.cat([x[:, i:i + T] for i in range(self.window)], dim=-1)   # (B, T, window * d)
+        h, c = qrnn_pool(self.conv(taps), c)                            # eq. 5-9, activations included
+        return h, (x[:, T:], c)
+
+
+class MemoryAttention(nn.Module):
+    """Attention of section 4.2 over the window and the memory. Only the queries have a projection."""
+
+    def __init__(self, config):
+        super().__init__()
+        d = config.n_embd
+        self.config = config
+        self.W_q = nn.Linear(d, d)
+        self.ln_q = nn.LayerNorm(d, eps=1e-12)
+        if config.gates:
+            self.qs, self.ks, self.vs = (nn.Parameter(torch.empty(d)) for _ in range(3))
+            self.overparam = nn.Linear(d, 2 * d)                        # 2,099,200 parameters that make one vector
+        self.drop = nn.Dropout(config.dropout)
+
+    def value_gate(self):
+        """(d,): sigmoid(f) * tanh(c), [c, f] = W sigmoid(vs) + b. It depends on no input, so it can be precomputed."""
+        if self.overparam is None:                                      # after collapse()
+            return self.vs
+        c, f = self.overparam(torch.sigmoid(self.vs)).chunk(2)
+        return torch.sigmoid(f) * torch.tanh(c)
+
+    @torch.no_grad()
+    def collapse(self):
+        """Replace vs by the value gate and drop the parameters that computed it. For inference only."""
+        if self.config.gates and self.overparam is not None:
+            self.vs = nn.Parameter(self.value_gate(), requires_grad=False)
+            self.overparam = None
+
+    def forward(self, h, m, memory=None):
+        """h (B, T, d) for the queries, m (B, T, d) the window's own rows of memory -> (B, T, d), memory.
+
+        memory is None at the start of a stream, then (B, <= mem_len, d); for memory=mean see over_mean().
+        """
+        q = self.W_q(h)                                                 # (B, T, d)
+        m = m.to(q.dtype)                                               # under autocast memory is held in 16 bits
+        q = self.ln_q(q)
+        # Keys and values are the same rows of memory: k = m * k_gate, v = m * v_gate. A gate is one number a channel,
+        # so it can move to the other factor of each product, which has T rows where the memory has thousands:
+        #     q . (m * k_gate) = (q * k_gate) . m            weights @ (m * v_gate) = (weights @ m) * v_gate
+        # This is exact in training too, since dropout also only scales the elements of v.
+        if self.config.gates:
+            q = self.drop(q * torch.sigmoid(self.qs)) * torch.sigmoid(self.ks)
+        else:
+            q = self.drop(q)
+        q = (q * (q.size(-1) // self.config.n_head) ** -0.5).to(m.dtype)
+        if self.config.memory == "mean":
+            x, memory = self.over_mean(q, m, memory)
+        else:
+            # Published: memory and window together hold at most mem_len positions. Until that cap bites, the output
+            # does not depend on where a stream was cut into windows; beyond it, a window's early queries see fewer.
+            mem_len = self.config.mem_len if self.config.memory == "full" else 0
+            if memory is not None:
+                m = torch.cat([last(memory, mem_len - m.size(1)).to(m.dtype), m], dim=1)    # (B, M + T, d)
+            x, memory = self.attend(q, m), last(m, mem_len)
+        return (x * self.value_gate() if self.config.gates else x), memory
+
+    def over_mean(self, q, m, memory):
+        """Memory condensed to its mean: keys and values are Z = [W, H_i .. H_(i+p)] (eq. 1-4).
+
+        Taken per call, eq. 3 would make the output depend on where the stream is cut: a position just before a cut is
+        one of the H without it and only a part of W with it. So the windows of eq. 1-3 lie on a fixed grid, every
+        mean_window = p positions of the stream, and a call may hold a part of one or several. Calls of exactly p
+        positions are eq. 1-4 to the letter. The first window has nothing to average: its Z has no W.
+
+        State: C, the rows of closed windows (B, <= mem_len - p, d); W, their mean (B, 0 or 1, d); H, the rows of the
+        open window so far (B, < p, d): mem_len rows at most.
+        """
+        p = self.config.mean_window
+        C, W, H = (s.to(m.dtype) for s in memory) if memory is not None else (m[:, :0],) * 3
+        out = []
+        while m.size(1):
+            n = min(p - H.size(1), m.size(1))
+            H = torch.cat([H, m[:, :n]], dim=1)
+            out.append(self.attend(q[:, :n], torch.cat([W, H], dim=1)))             # eq. 3, 4
+            if H.size(1) == p:
+                C = last(torch.cat([C, H], dim=1), self.config.mem_len - p)         # eq. 1, at most 5000 - p rows
+                W = C.mean(dim=1, keepdim=True, dtype=torch.promote_types(C.dtype, torch.float32)).to(C.dtype)  # eq. 2
+                H = H[:, :0]
+            q, m = q[:, n:], m[:, n:]
+        return torch.cat(out, dim=1), (C, W, H)
+
+    def attend(self, q, m):
+        """q (B, T, d), scaled, over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d).
+
+        Written out: flash attention stops at heads 256 wide, and one head of 1024 leaves it little to save, since the
+        T x S scores are hardly larger than the memory itself. On a CPU it measured the same as the fused operator.
+        """
+        (B, T, d), S, n_head = q.shape, m.size(1), self.config.n_head
+        q = q.view(B, T, n_head, d // n_head).transpose(1, 2)           # (B, h, T, d_h)
+        k = m.view(B, S, n_head, d // n_head).transpose(1, 2)           # (B, h, S, d_h)
+        v = self.drop(k)
+        scores = q @ k.mT                                               # (B, h, T, S)
+        future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+        scores[..., S - T:].masked_fill_(future, float("-inf"))         # causal in the window, open over all memory
+        # Naming the dtype keeps autocast from writing fp32 scores: inside, softmax computes in fp32 anyway.
+        weights = self.drop(torch.softmax(scores, dim=-1, dtype=scores.dtype))
+        return (weights @ v).transpose(1, 2).reshape(B, T, d)
+
+
+class Boom(nn.Module):
+    """GELU(W1 x + b), d -> 4d, whose 4 chunks are summed: a feed-forward layer without its second matrix (section 2.1).
+
+    With ff=ffn the second matrix is there: the analogous fully connected layer of section 4.1.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.W1 = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.W2 = nn.Linear(4 * config.n_embd, config.n_embd) if config.ff == "ffn" else None
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        """x (B, T, d) -> (B, T, d)."""
+        x = self.W1(x)                                                  # (B, T, 4d)
+        x = self.drop(x * torch.sigmoid(1.702 * x))                     # the published approximation of GELU
+        return self.W2(x) if self.W2 is not None else x.unflatten(-1, (4, -1)).sum(dim=-2)
+
+
+class SHAQBlock(nn.Module):
+    """Figure 2 (SHA-RNN) and figure 9 (SHAQ). Each residual leaves from the normalised stream, as published."""
+
+    def __init__(self, config, attends):
+        super().__init__()
+        d = config.n_embd
+        self.residual = config.rnn_residual
+        self.ln_start = nn.LayerNorm(d, eps=1e-12)
+        self.rnn = QRNN(config) if config.rnn == "qrnn" else nn.LSTM(d, d, batch_first=True)
+        self.attn = self.ff = None
+        if attends:
+            self.ln_mem, self.ln_mid = nn.LayerNorm(d, eps=1e-12), nn.LayerNorm(d, eps=1e-12)
+            self.attn = MemoryAttention(config)
+        if config.ff != "none":
+            self.ln_ff, self.ln_xff = nn.LayerNorm(d, eps=1e-12), nn.LayerNorm(d, eps=1e-12)
+            self.ff = Boom(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, h, state=None):
+        """h (B, T, d), state (recurrent state, memory) or None -> h (B, T, d), state."""
+        rnn_state, memory = state if state is not None else (None, None)
+        h = self.ln_start(h)
+        x, rnn_state = self.rnn(h, rnn_state)
+        h = h + self.drop(x) if self.residual else self.drop(x)
+        if self.attn is not None:
+            m, h = self.ln_mem(h), self.ln_mid(h)
+            x, memory = self.attn(h, m, memory)
+            h = h + self.drop(x)
+        if self.ff is not None:
+            h, x = self.ln_ff(h), self.ln_xff(h)
+            h = h + self.drop(self.ff(x))
+        return h, (rnn_state, memory)
+
+
+class SHAQ(nn.Module):
+    """SHA-RNN, every ablation of the paper, and SHAQ, by the flags of SHAQConfig."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)       # also the decoder's weight
+        self.blocks = nn.ModuleList(SHAQBlock(config, i in config.attn_layers) for i in range(1, config.n_layer + 1))
+        self.decoder_bias = nn.Parameter(torch.empty(config.vocab_size))
+        self.drop = nn.Dropout(config.dropout)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """The published initialisation, in one place. Raises RuntimeError on a parameter that it does not know.
+
+        LayerNorm gains stay at 1: the published code means to draw them too, but its test matches another class.
+        Drawing them starts the hidden states at 0.003 and the gradients a million times too small.
+        """
+        std, known = 0.1 * self.config.n_embd ** -0.5, {self.decoder_bias}
+        nn.init.zeros_(self.decoder_bias)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, mean=0.0, std=std)
+                if isinstance(module, nn.Linear):
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, (nn.LayerNorm, nn.LSTM)):
+                module.reset_parameters()                               # 1 and 0; uniform within 1 / sqrt(d)
+            elif isinstance(module, MemoryAttention) and self.config.gates:
+                for gate in (module.qs, module.ks, module.vs):
+                    nn.init.zeros_(gate)                                # sigmoid(0): every gate starts half open
+                    known.add(gate)
+                continue
+            else:
+                continue
+            known.update(module.parameters(recurse=False))
+        unknown = [name for name, p in self.named_parameters() if p not in known]
+        if unknown:
+            raise RuntimeError(f"init_weights() does not initialise {', '.join(unknown)}: add a line there")
+
+    def forward(self, idx, targets=None, state=None):
+        """idx (B, T) int64 -> logits (B, T, V), state; with targets (B, T): their mean cross entropy in nats, state.
+
+        state=None starts a stream. The returned one (a list with a tuple for each block, tensors inside) continues it,
+        and torch.save and torch.load(weights_only=True) take it as it is. Between training windows pass it through
+        detach_state(). Raises ValueError on an empty window and on a state of another batch size or depth.
+        """
+        if idx.dim() != 2 or idx.size(1) == 0:
+            raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
+        if state is None:
+            state = [None] * len(self.blocks)
+        elif len(state) != len(self.blocks) or state[0][0][1].size(-2) != idx.size(0):      # c: (1, B, d) or (B, d)
+            raise ValueError(f"this state has {len(state)} blocks and {state[0][0][1].size(-2)} streams: expected "
+                             f"{len(self.blocks)} and {idx.size(0)}; pass state=None to start afresh")
+        h = self.drop(self.wte(idx))                                    # (B, T, d)
+        new_state = []
+        for block, s in zip(self.blocks, state):
+            h, s = block(h, s)
+            new_state.append(s)
+        logits = F.linear(self.drop(h), self.wte.weight, self.decoder_bias)     # (B, T, V)
+        if targets is None:
+            return logits, new_state
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), new_state
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, state=None, generator=None):
+        """Continue idx (B, T) int64 by max_new_tokens, one step each -> idx (B, T + max_new_tokens), state.
+
+        The state has read all but the last token: generate(idx[:, -1:], ..., state=state) goes on from there.
+        temperature=0 takes the most likely token. Sampling draws from generator (by default a new one with a fixed
+        seed), never from the global one, so that sampling during training does not change the training run.
+        """
+        if temperature < 0 or (top_k is not None and top_k < 1):
+            raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 1")
+        if generator is None:
+            generator = torch.Generator(idx.device).manual_seed(1337)
+        was_training = self.training
+        self.eval()
+        windows, out = idx.split(1024, dim=1), [idx]                    # a long prompt is read as training reads it
+        for _ in range(max_new_tokens):
+            for window in windows:
+                logits, state = self(window, state=state)
+            windows = (sample(logits[:, -1], temperature, top_k, generator),)     # (B, 1)
+            out += windows
+        self.train(was_training)
+        return torch.cat(out, dim=1), state
+
+    def collapse(self):
+        """Precompute the value gates (at d = 1024, 2,099,200 parameters less). For inference only; returns self."""
+        for block in self.blocks:
+            if block.attn is not None:
+                block.attn.collapse()
+        return self
+
+    def param_breakdown(self):
+        """{part: parameters}, each parameter in exactly one part; the sum is the total."""
+        parts = (("wte", "embedding, tied"), ("decoder_bias", "decoder bias"), ("ln_", "LayerNorms"),
+                 (".rnn.", "recurrence"), (".ff.", "feed-forward"), (".W_q.", "attention W_q"),
+                 (".overparam.", "overparam"), (".attn.", "gates"))
+        counts = {}
+        for name, p in self.named_parameters():
+            part = next(part for key, part in parts if key in name)
+            counts[part] = counts.get(part, 0) + p.numel()
+        return counts
+
+    def flops_per_token(self, T):
+        """Operations of the matrix products, forward and backward, a token: windows of T, the memory full."""
+        cfg = self.config
+        weights = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and "overparam" not in name)
+        keys = {"full": max(cfg.mem_len, T), "mean": 1 + cfg.mean_window, "none": T}[cfg.memory]
+        return 6 * weights + 12 * cfg.n_embd * keys * len(cfg.attn_layers)
+
+
+def last(x, n):
+    """The last n positions of x (B, T, d). x[:, -n:] would be all of them at n = 0, a bug of the published code."""
+    return x[:, max(0, x.size(1) - max(0, n)):]
+
+
+def detach_state(state):
+    """The same state cut from its graph: gradients end at the window's start. A view of more rows is copied, so that
+    neither memory nor torch.save holds on to what the state has dropped."""
+    if isinstance(state, torch.Tensor):
+        state = state.detach()
+        return state if state.untyped_storage().nbytes() == state.nbytes else state.clone()
+    return type(state)(detach_state(s) for s in state) if isinstance(state, (list, tuple)) else state
+
+
+class LAMB(torch.optim.Optimizer):
+    """LAMB (You et al., arXiv:1904.00962) as SHA-RNN uses it: no bias correction, each tensor's step scaled by a trust
+    ratio max(min(|w|, max_norm) / |step|, min_trust), which is 1 where either norm is 0.
+
+    Few launches (foreach), and nothing waits for the device: the ratios stay there. State in the parameters' own fp32.
+    """
+
+    def __init__(self, params, lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25):
+        if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
+            raise ValueError(f"LAMB: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: expected lr >= 0, "
+                             f"betas in [0, 1), eps > 0, weight_decay >= 0")
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm,
+                                      min_trust=min_trust))
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"LAMB: got a parameter in {p.dtype}, expected fp32; use autocast for 16 bits")
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient. Returns closure()'s loss, or None."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            w = [p for p in group["params"] if p.grad is not None]
+            if not w:
+                continue
+            for p in w:
+                if not self.state[p]:
+                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            g = [p.grad for p in w]
+            m = [self.state[p]["exp_avg"] for p in w]
+            v = [self.state[p]["exp_avg_sq"] for p in w]
+            beta1, beta2 = group["betas"]
+            torch._foreach_lerp_(m, g, 1 - beta1)                       # m = beta1 m + (1 - beta1) g
+            torch._foreach_mul_(v, beta2)                               # v = beta2 v + (1 - beta2) g^2
+            torch._foreach_addcmul_(v, g, g, value=1 - beta2)
+            denominator = torch._foreach_sqrt(v)
+            torch._foreach_add_(denominator, group["eps"])
+            step = torch._foreach_div(m, denominator)                   # m / (sqrt(v) + eps) + lambda w
+            torch._foreach_add_(step, w, alpha=group["weight_decay"])
+            w_norm = torch.stack(torch._foreach_norm(w)).clamp(max=group["max_norm"])
+            step_norm = torch.stack(torch._foreach_norm(step))
+            trust = torch.where((w_norm > 0) & (step_norm > 0), (w_norm / step_norm).clamp(min=group["min_trust"]), 1.0)
+            torch._foreach_mul_(step, trust.unbind())
+            torch._foreach_add_(w, step, alpha=-group["lr"])            # w = w - lr trust step
+        return loss
+
+
+# -----------------------------------------------------------------------------
 # Running a model, which both training scripts and bench.py do: the device, its precision, its speed, the learning rate
 
 
@@ -539,11 +970,11 @@ def lr_at(step, lr, min_lr, warmup_steps, max_steps, schedule="cosine"):
     return min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, t))) * (lr - min_lr)
 
 
-def param_groups(model, weight_decay):
-    "Every parameter in exactly one group: matrices decay, vectors (biases, norms, alpha, beta) do not"
+def param_groups(model, weight_decay, decay="matrices"):
+    "Every parameter in exactly one group: matrices decay, vectors (biases, norms, alpha, beta) do not; decay='all': they do too"
     params = list(model.parameters())
-    groups = [dict(params=[p for p in params if p.dim() >= 2], weight_decay=weight_decay),
-              dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)]
+    groups = [dict(params=[p for p in params if p.dim() >= 2 or decay == "all"], weight_decay=weight_decay),
+              dict(params=[p for p in params if p.dim() < 2 and decay != "all"], weight_decay=0.0)]
     assert sum(len(g["params"]) for g in groups) == len(params)
     return groups
 
@@ -552,7 +983,7 @@ def load_checkpoint(path):
     "-> (model on the CPU, the checkpoint). ValueError in one line for a file that is no checkpoint of ours."
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        kind = {"GPT": (GPT, GPTConfig)}[ckpt["kind"]]
+        kind = {"GPT": (GPT, GPTConfig), "SHAQ": (SHAQ, SHAQConfig)}[ckpt["kind"]]
         model = kind[0](kind[1](**ckpt["config"]))
         model.load_state_dict(ckpt["model"])
     except FileNotFoundError:
@@ -584,7 +1015,8 @@ def main():
         die("--prompt is empty: give at least one character to continue")
     model.to(m.device)
     out = model.generate(torch.tensor([ids], device=m.device), args.tokens, args.temperature, args.top_k,
-                         torch.Generator().manual_seed(args.seed))[0].tolist()
+                         generator=torch.Generator().manual_seed(args.seed))
+    out = (out[0] if isinstance(out, tuple) else out)[0].tolist()  # SHAQ also returns its state
     print(decode(ckpt["data"]["tokenizer"], [i for i in out if i < VOCAB_SIZE[ckpt["data"]["tokenizer"]]]))
 
 

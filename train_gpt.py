@@ -33,7 +33,11 @@ RECIPES = {  # tokens a step and peak learning rate of [1, table 2]; v1 gives no
     "small": dict(batch_tokens=2**18, micro_batch=16, lr=3e-4),
     "base": dict(batch_tokens=2**19, micro_batch=8, lr=2.5e-4),
     "large": dict(batch_tokens=2**20, micro_batch=8, lr=2e-4),
+    # DVA's experiment, the book's way [2]: 5 epochs of 1,512 steps of 2 windows; the loss on the first 5 batches of the validation split
+    "dva_book": dict(dataset="warandpeace", batch_tokens=512, micro_batch=2, lr=4e-4, schedule="constant", warmup_steps=0, betas=(0.9, 0.999),
+                     decay="all", grad_clip=0.0, max_steps=7560, eval_interval=100, eval_tokens=2560, eval_windows="first", seed=123, dtype="float32"),
 }
+RECIPES["gpt2_book"] = RECIPES["dva_book"]
 
 
 def parse():
@@ -55,6 +59,7 @@ def parse():
     add("--max_steps", type=int, help="(default 1000 for nano, else 20 tokens a parameter)")
     add("--lr", type=float, help="peak learning rate")
     add("--min_lr", type=float, help="at the end of the cosine (default lr / 10)")
+    add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
     add("--warmup_steps", type=int, help="linear warm-up (default 1 in 50 steps)")
     add("--weight_decay", type=float, help="of matrices (default 0.1)")
     add("--grad_clip", type=float, help="largest gradient norm, 0: no clipping (default 1.0)")
@@ -74,12 +79,13 @@ FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "d
 def settle(typed, stored, m):
     "What was typed over what the checkpoint holds over the defaults -> settings, model settings"
     s = dict(size="nano" if m.device.type == "cpu" else "tiny", dataset="pysource", data_dir="data", out_dir="out/gpt", weight_decay=0.1,
-             grad_clip=1.0, eval_tokens=2**20, seed=1337, compile=m.device.type == "cuda")
+             grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20, eval_windows="spread", seed=1337,
+             compile=m.device.type == "cuda")
     for name, value in typed.items():
         if name in stored and name not in FREE and stored[name] != value:
             die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; drop the flag, or start anew without --resume in another --out_dir")
-    s |= stored | typed
-    s = RECIPES.get(s["size"], RECIPES["large"]) | s
+    size = (stored | typed).get("size", s["size"])
+    s |= RECIPES.get(size, RECIPES["large"]) | stored | typed
     model = {k: s[k] for k in (f.name for f in fields(GPTConfig)) if k in s}
     return s, SIZES[s["size"]] | model
 
@@ -110,14 +116,14 @@ def stack(tokens, windows, T):
 
 
 @torch.no_grad()
-def evaluate(model, tokens, eval_tokens, micro_batch, m):
-    "Mean loss in nats a token over windows spread evenly over the split; all ranks share the work through the bare model"
+def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
+    "Mean loss in nats a token over fixed windows, spread evenly over the split or its first; all ranks share the work through the bare model"
     T = model.config.block_size
     count = (len(tokens) - 1) // T
     if count < 1:
         die(f"the validation data has {len(tokens):,} tokens, one window takes {T + 1}: lower --block_size")
     n = min(count, max(1, eval_tokens // T))
-    windows = np.arange(n) * count // n
+    windows = np.arange(n) * count // n if which == "spread" else np.arange(n)
     model.eval()
     total = torch.zeros(2, dtype=torch.float64)
     for i in range(m.rank * micro_batch, n, m.world * micro_batch):
@@ -136,7 +142,7 @@ def main():
     typed = parse()
     stop = StopSignal()
     try:
-        m = machine(typed.get("device", "auto"), typed.get("dtype", "auto"))
+        m = machine(typed.get("device", "auto"), typed.get("dtype", RECIPES.get(typed.get("size"), {}).get("dtype", "auto")))
     except ValueError as e:
         die(e)
     say = print if m.rank == 0 else lambda *a, **k: None
@@ -189,7 +195,7 @@ def main():
         s.setdefault(name, default)
 
     # optimiser
-    optimizer = torch.optim.AdamW(param_groups(model, s["weight_decay"]), lr=s["lr"], betas=(0.9, 0.95), eps=1e-8, fused=m.device.type != "mps")
+    optimizer = torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"], eps=1e-8, fused=m.device.type != "mps")
     first = 0
     if ckpt:
         model.load_state_dict(ckpt["model"])
@@ -209,7 +215,7 @@ def main():
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items() if v) + ")")
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "
         f"a step: {B} x {T} tokens = {m.world} processes x {accumulate} micro-batches x {micro} sequences")
-    say(f"{s['max_steps']} steps, lr {s['lr']:g} -> {s['min_lr']:g}, {'compiled' if s['compile'] else 'not compiled'}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
+    say(f"{s['max_steps']} steps, lr {s['lr']:g}{'' if s['schedule'] == 'constant' else ' -> %g' % s['min_lr']}, {'compiled' if s['compile'] else 'not compiled'}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
     if not ckpt and os.path.exists(path):
         say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
 
@@ -230,7 +236,7 @@ def main():
     for step in range(first, s["max_steps"] + 1):
         last = step == s["max_steps"]
         if last or (step % s["eval_interval"] == 0 and step > first) or step == 0:
-            val = evaluate(model, data.val, s["eval_tokens"], micro, m)
+            val = evaluate(model, data.val, s["eval_tokens"], micro, m, s["eval_windows"])
             bits = val / np.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats a token, perplexity {np.exp(val):.2f}, {bits:.4f} bits a byte")
             if m.rank == 0:
@@ -241,7 +247,7 @@ def main():
             break
 
         torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # dropout: no state to carry over a restart
-        lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"])
+        lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss = torch.zeros((), device=m.device)
