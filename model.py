@@ -689,7 +689,11 @@ class SHAQBlock(nn.Module):
         """h (B, T, d), state (recurrent state, memory) or None -> h (B, T, d), state."""
         rnn_state, memory = state if state is not None else (None, None)
         h = self.ln_start(h)
-        x, rnn_state = self.rnn(h, rnn_state)
+        if isinstance(self.rnn, nn.LSTM):  # its h and c are (1, B, d); ours (B, d), so that streams are dimension 0 of all state
+            x, rnn_state = self.rnn(h, rnn_state and tuple(s[None] for s in rnn_state))
+            rnn_state = tuple(s[0] for s in rnn_state)
+        else:
+            x, rnn_state = self.rnn(h, rnn_state)
         h = h + self.drop(x) if self.residual else self.drop(x)
         if self.attn is not None:
             m, h = self.ln_mem(h), self.ln_mid(h)
@@ -752,8 +756,8 @@ class SHAQ(nn.Module):
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
         if state is None:
             state = [None] * len(self.blocks)
-        elif len(state) != len(self.blocks) or state[0][0][1].size(-2) != idx.size(0):      # c: (1, B, d) or (B, d)
-            raise ValueError(f"this state has {len(state)} blocks and {state[0][0][1].size(-2)} streams: expected "
+        elif len(state) != len(self.blocks) or state[0][0][1].size(0) != idx.size(0):       # c: (B, d)
+            raise ValueError(f"this state has {len(state)} blocks and {state[0][0][1].size(0)} streams: expected "
                              f"{len(self.blocks)} and {idx.size(0)}; pass state=None to start afresh")
         h = self.drop(self.wte(idx))                                    # (B, T, d)
         new_state = []

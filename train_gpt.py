@@ -206,7 +206,7 @@ def main():
     net = torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None) if m.world > 1 else model
 
     flops, (peak, peak_from) = model.flops_per_token(), peak_flops(m)
-    versions = dict(python=platform.python_version(), torch=torch.__version__, git=git_commit())
+    versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
     if m.rank == 0:
         log = Log(os.path.join(s["out_dir"], "log.jsonl"), dict(settings=s, config=c, params=model.num_params(), machine=m.note, versions=versions),
                   ckpt and first)

@@ -1,0 +1,347 @@
+"""
+Train SHA-RNN, any of its ablations, or SHAQ, on parallel streams of text read in order.
+
+    python train_shaq.py                                       # a laptop: a small shaq, Python sources, 3 minutes
+    python train_shaq.py --preset=sharnn                       # the baseline in the same size; every ablation is a preset
+    python train_shaq.py --preset=shaq --dataset=enwik8 --n_embd=1024 --batch=16        # the paper's run; on a GPU this is the default size
+    python train_shaq.py --resume                              # go on where out/shaq/ckpt.pt left off
+    python model.py --ckpt=out/shaq/ckpt.pt --prompt="def "    # sample from it
+
+The training split is cut into --batch streams of equal length, read side by side in windows of random length. Recurrent state and
+attention's memory carry over from window to window, cut from the graph, and are dropped at an epoch's start. Several processes share
+the streams. Windows and dropout are functions of (seed, step); state, memory and position are in the checkpoint: a resumed run is the
+run itself.
+"""
+import argparse
+import math
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict, fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, load_checkpoint, lr_at, machine, peak_flops
+from prepare_data import Log, Parser, StopSignal, die, duration, ensure, flag01, git_commit, run, write_atomic
+
+# -----------------------------------------------------------------------------
+# Settings. On a GPU the published ones; on a CPU a model that learns something in three minutes.
+
+PAPER = dict(n_embd=1024, batch=16, bptt=1024, lr=2e-3, warmup_steps=800, epochs=32, mem_len=5000, dropout=0.1, schedule="constant")
+LAPTOP = dict(n_embd=256, batch=16, bptt=128, lr=4e-3, warmup_steps=50, max_steps=1000, mem_len=512, dropout=0.0, schedule="cosine",
+              eval_interval=250, eval_tokens=2**17)
+
+
+def parse():
+    parser = Parser(prog="train_shaq.py", description=__doc__, argument_default=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--preset", choices=SHAQ_PRESETS, help="(default shaq)")
+    add("--rnn", choices=["lstm", "qrnn"], help="instead of the preset's, as all of the next")
+    add("--ff", choices=["boom", "ffn", "none"], help="feed-forward part of a block")
+    add("--memory", choices=["full", "mean", "none"], help="what attention sees of earlier windows")
+    add("--gates", type=flag01, help="gates on queries, keys and values")
+    add("--rnn_residual", type=flag01, help="a residual round the recurrence")
+    add("--attn_layers", help="blocks that attend, counted from 1: 3 or 2,4")
+    for name in ("n_layer", "n_head"):
+        add(f"--{name}", type=int, help="instead of the preset's")
+    add("--n_embd", type=int, help="width (default 256 on a CPU, 1024 on a GPU)")
+    add("--mem_len", type=int, help="positions of memory (default 512 on a CPU, 5000 on a GPU)")
+    add("--dropout", type=float, help="(default 0 on a CPU, 0.1 on a GPU)")
+    add("--dataset", help="a name that prepare_data.py knows or was given (default pysource, prepared at once if need be)")
+    add("--data_dir", help="where prepared data lies (default data)")
+    add("--out_dir", help="where ckpt.pt, best.pt and log.jsonl go (default out/shaq)")
+    add("--batch", type=int, help="parallel streams, over all processes (default 16)")
+    add("--bptt", type=int, help="longest window; 1 in 20 is about half as long (default 128 on a CPU, 1024 on a GPU)")
+    add("--max_steps", type=int, help="(default 1000 on a CPU; on a GPU 32 epochs)")
+    add("--max_minutes", type=float, help="stop, evaluate and save after so long")
+    add("--optimizer", choices=["lamb", "adamw"], help="(default lamb)")
+    add("--lr", type=float, help="peak learning rate")
+    add("--min_lr", type=float, help="at the end of a cosine (default lr / 10)")
+    add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine on a CPU, constant on a GPU)")
+    add("--warmup_steps", type=int, help="linear warm-up")
+    add("--weight_decay", type=float, help="(default 1.2e-6)")
+    add("--grad_clip", type=float, help="largest gradient norm, 0: no clipping (default 0.25)")
+    add("--eval_interval", type=int, help="steps between evaluations and checkpoints")
+    add("--eval_tokens", type=int, help="how much of the validation split to read, from its start (default all)")
+    add("--seed", type=int, help="of initial weights, window lengths and dropout (default 1337)")
+    add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where there are instructions for it)")
+    add("--stage2", metavar="CKPT", help="start from the weights of this checkpoint with a fresh optimiser at half the rate, 5 epochs: the published second stage")
+    add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
+    return vars(parser.parse_args())
+
+
+FREE = {"data_dir", "out_dir", "eval_interval", "eval_tokens", "device", "dtype", "max_steps", "max_minutes"}  # may change on --resume
+
+
+def settle(typed, stored, m):
+    "What was typed over what the checkpoint holds over the defaults -> settings, model settings"
+    for name, value in typed.items():
+        if name in stored and name not in FREE and stored[name] != value:
+            die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; drop the flag, or start anew without --resume in another --out_dir")
+    s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
+             eval_tokens=2**62, seed=1337, max_minutes=math.inf) | (LAPTOP if m.device.type == "cpu" else PAPER)
+    s |= stored | typed
+    model = {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s}
+    return s, SHAQ_PRESETS[s["preset"]] | model | dict(mean_window=s["bptt"])
+
+
+# -----------------------------------------------------------------------------
+# Data: streams read in order, windows of random length
+
+
+def window_length(seed, step, bptt):
+    "The published draw: 0.95 of all windows about bptt long, the others half of that; at least 5, at most bptt"
+    rng = np.random.default_rng((seed, step))
+    mean = bptt if rng.random() < 0.95 else bptt // 2
+    return min(max(5, int(rng.normal(mean, 5))), bptt)
+
+
+def read(tokens, streams, length, at, T, device):
+    "Tokens at .. at + T of each stream, stream i starting at i * length: inputs and targets, (len(streams), T) int64"
+    rows = torch.from_numpy(np.stack([tokens[i * length + at:i * length + at + T + 1] for i in streams]))
+    rows = rows.pin_memory() if device.type == "cuda" else rows
+    return rows[:, :-1].to(device, non_blocking=True), rows[:, 1:].to(device, non_blocking=True)
+
+
+@torch.no_grad()
+def evaluate(model, tokens, eval_tokens, s, m, streams=16):
+    "Loss in nats a token over the split's first eval_tokens, read in order with state and memory carried; the published evaluation"
+    total, streams = min(len(tokens) - 1, eval_tokens), min(streams, max(1, len(tokens) // 64))
+    length = total // streams
+    if length < 1:
+        die(f"{len(tokens):,} tokens are too few to evaluate on")
+    mine = range(m.rank, streams, m.world) if streams >= m.world else range(streams)
+    model.eval()
+    state, loss, T = None, 0.0, s["bptt"]
+    for at in range(0, length, T):
+        n = min(T, length - at)
+        x, y = read(tokens, mine, length, at, n, m.device)
+        with m.autocast():
+            nats, state = model(x, y, state)
+        loss = loss + nats.double() * n
+    model.train()
+    return (m.mean(loss * len(mine) / length) * m.world / streams if streams >= m.world else loss / length).item()
+
+
+# -----------------------------------------------------------------------------
+
+
+def main():
+    typed = parse()
+    stop = StopSignal()
+    try:
+        m = machine(typed.get("device", "auto"), typed.get("dtype", "auto"))
+    except ValueError as e:
+        die(e)
+    say = print if m.rank == 0 else lambda *a, **k: None
+
+    # set-up: settings, data
+    ckpt, path = None, os.path.join(typed.get("out_dir", "out/shaq"), "ckpt.pt")
+    best_path = os.path.join(os.path.dirname(path), "best.pt")
+    stage2 = typed.pop("stage2", None)
+    resume = typed.pop("resume", False)
+    if resume and stage2:
+        die("--stage2 starts a new run and --resume continues one: type one of the two")
+    try:
+        if resume or stage2:
+            ckpt = load_checkpoint(path if resume else stage2)[1]
+            if ckpt["kind"] != "SHAQ":
+                raise ValueError(f"{path if resume else stage2} is a checkpoint of train_gpt.py: name one of train_shaq.py")
+    except ValueError as e:
+        die(e)
+    if ckpt and "dtype" not in typed:  # the same arithmetic as before, even if this machine would choose another
+        m.dtype = getattr(torch, ckpt["settings"]["dtype"])
+    stored = dict(ckpt["settings"]) if ckpt else {}
+    if stage2:
+        for name in ("max_steps", "epochs", "out_dir", "lr", "min_lr", "schedule"):
+            stored.pop(name, None)
+        stored = stored | dict(epochs=5, lr=ckpt["settings"]["lr"] / 2, schedule="constant", max_steps=None)
+        stored = {k: v for k, v in stored.items() if k not in typed}
+    s, c = settle(typed, stored, m)
+    s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
+    os.makedirs(s["out_dir"], exist_ok=True)
+    if m.rank == 0:
+        ensure(s["dataset"], s["data_dir"])
+    if m.world > 1:
+        dist.barrier()
+    data = ensure(s["dataset"], s["data_dir"])
+    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or (resume and ckpt["data"]["name"] != data.name)):
+        die(f"{path} was trained on {ckpt['data']['name']} with the {ckpt['data']['tokenizer']} tokenizer; "
+            f"--dataset={data.name} has {data.tokenizer}")
+    if s["batch"] % m.world:
+        die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take a multiple of {m.world}")
+    streams = range(m.rank * s["batch"] // m.world, (m.rank + 1) * s["batch"] // m.world)
+    length = (len(data.train) - 1) // s["batch"]
+    if s["bptt"] < 5 or length < s["bptt"]:
+        die(f"--bptt={s['bptt']}: expected 5 or more, and at most the {length:,} tokens of a stream ({len(data.train):,} in {s['batch']} streams)")
+
+    # model, optimiser
+    torch.manual_seed(s["seed"])
+    try:
+        model = SHAQ(SHAQConfig(**c | dict(vocab_size=data.vocab_size)))
+    except ValueError as e:
+        die(e)
+    model.to(m.device)
+    c = asdict(model.config)
+    if s["optimizer"] == "lamb":
+        optimizer = LAMB(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"])
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=s["lr"], betas=(0.9, 0.999), weight_decay=s["weight_decay"], fused=m.device.type != "mps")
+    first, at, epoch, best, state, minutes = 0, 0, 0, math.inf, None, 0.0
+    if ckpt:
+        model.load_state_dict(ckpt["model"])
+    if resume:
+        optimizer.load_state_dict(ckpt["optimizer"])
+        first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
+        state = take(ckpt["state"], streams, m.device)
+    net = torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None) if m.world > 1 else model
+    per_epoch = length / (0.975 * s["bptt"])
+    if not s.get("max_steps"):
+        s["max_steps"] = math.ceil(s["epochs"] * per_epoch)
+    for name, default in (("min_lr", s["lr"] / 10), ("eval_interval", max(1, round(min(per_epoch, s["max_steps"] / 20))))):
+        s.setdefault(name, default)
+
+    flops, (peak, peak_from) = model.flops_per_token(s["bptt"]), peak_flops(m)
+    versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
+    if m.rank == 0:
+        log = Log(os.path.join(s["out_dir"], "log.jsonl"),
+                  dict(settings={k: v for k, v in s.items() if v != math.inf}, config=c, params=sum(p.numel() for p in model.parameters()), machine=m.note, versions=versions),
+                  first if resume else None)
+    say(m.note)
+    say(f"{s['preset']}: {c['n_layer']} blocks of width {c['n_embd']}, {sum(p.numel() for p in model.parameters()):,} parameters ("
+        + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
+    say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}) in {s['batch']} streams of {length:,}, about {per_epoch:,.0f} steps an epoch")
+    say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
+    if not resume and os.path.exists(path):
+        say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
+
+    def save(step, where):
+        whole = gather(state, m)  # on every rank: each holds the state of its own streams
+        if m.rank:
+            return True
+        content = dict(kind="SHAQ", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, at=at, epoch=epoch, best=best,
+                       minutes=minutes, state=whole, settings={k: v for k, v in s.items() if v != math.inf},
+                       data=dict(name=data.name, tokenizer=data.tokenizer), versions=versions)
+        try:
+            write_atomic(where, lambda f: torch.save(content, f))
+            return True
+        except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
+            print(f"warning: could not write {where} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]}); "
+                  f"{'the one before it stays' if os.path.exists(where) else 'free some space'}", file=sys.stderr)
+            return False
+
+    # loop
+    clock, saved, spent, counted = time.perf_counter(), True, 0.0, 0
+    for step in range(first, s["max_steps"] + 1):
+        last = step == s["max_steps"] or minutes >= s["max_minutes"]
+        if last or step == 0 or (step % s["eval_interval"] == 0 and step > first):
+            val = evaluate(model, data.val, s["eval_tokens"], s, m)
+            bpc = val / math.log(2) / data.bytes_per_token
+            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats a token, perplexity {math.exp(val):.2f}, {bpc:.4f} bits a byte (bpc)")
+            if m.rank == 0:
+                log(step=step, val_loss=val, perplexity=math.exp(val), bits_per_byte=bpc, minutes=minutes)
+            if val < best:
+                best = val
+                saved = (step == 0 or save(step, best_path)) and saved
+            if step > first or last:
+                saved = save(step, path)
+            clock = time.perf_counter()
+        if last:
+            break
+
+        T = min(window_length(s["seed"], step, s["bptt"]), length - at)
+        torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # dropout: no generator to carry over a restart
+        lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        x, y = read(data.train, streams, length, at, T, m.device)
+        with m.autocast():
+            loss, state = net(x, y, state)
+        loss.backward()
+        state = detach_state(state)
+        if step == first:
+            missing = [n for n, p in model.named_parameters() if p.grad is None]
+            assert not missing, f"no gradient reaches {missing}"
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s["grad_clip"] or math.inf, foreach=True)
+        loss, norm, stopping = m.mean(torch.stack((loss.detach(), norm, torch.tensor(float(stop.number), device=m.device)))).tolist()
+        if not math.isfinite(loss + norm):
+            kept = f"{path} of the last evaluation stays" if os.path.exists(path) else "there is no checkpoint yet"
+            die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept}")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        at += T
+        if at >= length:  # the next epoch starts with nothing remembered
+            at, epoch, state = 0, epoch + 1, None
+
+        now = time.perf_counter()
+        dt, clock = now - clock, now
+        minutes += dt / 60
+        if step >= first + 3:  # the first steps warm up
+            spent, counted = spent + dt, counted + 1
+        rate = T * s["batch"] / dt
+        mfu = rate * flops / (peak * m.world)
+        left = min((spent / counted if counted else dt) * (s["max_steps"] - step - 1), (s["max_minutes"] - minutes) * 60)
+        say(f"step {step + 1}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / data.bytes_per_token:.3f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  "
+            f"{rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(max(0, left))} left")
+        if m.rank == 0:
+            log(step=step, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, minutes=minutes)
+        if stopping:
+            if save(step + 1, path):
+                say(f"stopped; saved step {step + 1} in {path}; go on with --resume" + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={s['out_dir']}"))
+            raise SystemExit(130)
+
+    # at the end: the best checkpoint on the test split, a sample, and where everything lies
+    if m.device.type == "cuda":
+        say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    if os.path.exists(best_path) and saved:
+        model.load_state_dict(load_checkpoint(best_path)[1]["model"])
+    if data.test is not None:
+        test = evaluate(model, data.test, s["eval_tokens"], s, m, streams=8)
+        say(f"test, best checkpoint: {test / math.log(2) / data.bytes_per_token:.4f} bits a byte")
+        if m.rank == 0:
+            log(step=step, test_loss=test, test_bits_per_byte=test / math.log(2) / data.bytes_per_token)
+    if m.rank == 0:
+        try:
+            ids = torch.tensor([data.encode("\n")], device=m.device)
+            out = model.generate(ids, 400, 0.8, 50, generator=torch.Generator().manual_seed(s["seed"]))[0][0].tolist()
+            say("sample:" + data.decode([i for i in out if i < data.vocab_size]))
+        except SystemExit:  # the tokenizer, not there, has said why
+            pass
+        say(f"{best_path}: the model at its best validation loss (python model.py --ckpt={best_path} --prompt=...); {path}: at its last step; "
+            f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
+    if m.world > 1:
+        dist.destroy_process_group()
+    if not saved:
+        die(f"the last checkpoint could not be written to {path}")
+
+
+# -----------------------------------------------------------------------------
+# The state of all streams, for the checkpoint: nested lists and tuples of tensors whose dimension 0 is the streams
+
+
+def each(state, function):
+    if isinstance(state, (list, tuple)):
+        return type(state)(each(s, function) for s in state)
+    return None if state is None else function(state)
+
+
+def take(state, streams, device):
+    "This process's streams of the whole state"
+    return each(state, lambda t: t[streams[0]:streams[-1] + 1].to(device))
+
+
+def gather(state, m):
+    "The whole state, from every process's streams"
+    def whole(t):
+        parts = [torch.empty_like(t) for _ in range(m.world)]
+        dist.all_gather(parts, t.contiguous())
+        return torch.cat(parts)
+    return each(state, whole) if m.world > 1 else state
+
+
+if __name__ == "__main__":
+    run(main)
