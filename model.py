@@ -375,6 +375,7 @@ class GPT(nn.Module):
         block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly.
         """
         training, size = self.training, self.config.block_size
+        generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         self.eval()
         start = max(0, idx.size(1) - size)  # the window is idx[:, start:]
         cache, done = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None, start
@@ -774,14 +775,11 @@ class SHAQ(nn.Module):
         """Continue idx (B, T) int64 by max_new_tokens, one step each -> idx (B, T + max_new_tokens), state.
 
         The state has read all but the last token: generate(idx[:, -1:], ..., state=state) goes on from there.
-        temperature=0 takes the most likely token. Sampling draws from generator (by default a new one with a fixed
-        seed), never from the global one, so that sampling during training does not change the training run.
+        temperature=0 takes the most likely token; generator as for GPT.
         """
         if temperature < 0 or (top_k is not None and top_k < 1):
             raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 1")
-        if generator is None:
-            generator = torch.Generator(idx.device).manual_seed(1337)
-        was_training = self.training
+        was_training, generator = self.training, generator or torch.Generator().manual_seed(1337)
         self.eval()
         windows, out = idx.split(1024, dim=1), [idx]                    # a long prompt is read as training reads it
         for _ in range(max_new_tokens):
