@@ -285,6 +285,45 @@ class Block(nn.Module):
         return x
 
 
+class HeadLoss(torch.autograd.Function):
+    """
+    Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> fp32 scalar.
+
+    By slices of rows, each slice's gradients made at once while its logits are there: of all N x V logits no more than LOGITS numbers ever
+    exist, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary: 40 GB).
+    """
+    LOGITS = 2**26
+
+    @staticmethod
+    def forward(ctx, x, weight, targets):
+        n, dtype = max(1, HeadLoss.LOGITS // len(weight)), torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        x_, w_ = x.to(dtype), weight.to(dtype)
+        loss, grads = 0.0, any(ctx.needs_input_grad)
+        dx, dw = torch.empty_like(x_) if grads else None, None
+        for i in range(0, len(x), n):
+            logits = (x_[i:i + n] @ w_.T).float() if dtype != torch.float64 else x_[i:i + n] @ w_.T
+            target = targets[i:i + n, None]
+            lse = logits.logsumexp(-1, keepdim=True)
+            loss = loss + (lse - logits.gather(1, target)).sum()
+            if grads:
+                p = logits.sub_(lse).exp_()                                              # softmax
+                p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
+                p = (p / len(x)).to(dtype)                                               # d loss / d logits
+                torch.mm(p, w_, out=dx[i:i + n])
+                part = p.T @ x_[i:i + n]
+                dw = part if dw is None and i + n >= len(x) else part.to(torch.promote_types(dtype, torch.float32)) if dw is None else dw.add_(part)
+        if grads:
+            ctx.save_for_backward(dx, dw)
+            ctx.dtypes = x.dtype, weight.dtype
+        return loss / len(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        dx, dw = ctx.saved_tensors
+        return (dx * g.to(dx.dtype)).to(ctx.dtypes[0]), (dw * g.to(dw.dtype)).to(ctx.dtypes[1]), None
+
+
 # -----------------------------------------------------------------------------
 # GPT
 
@@ -356,10 +395,10 @@ class GPT(nn.Module):
         idx: (B, T) int64. Without targets: logits (B, T, vocab_size). With targets (B, T): mean cross entropy in nats, fp32.
         cache (from new_cache) holds what attention needs of earlier tokens; idx then starts at position pos.
         """
-        logits = self.lm_head(self.hidden(idx, cache, pos))
+        x = self.hidden(idx, cache, pos)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.reshape(-1))
+            return self.lm_head(x)
+        return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
     def new_cache(self, batch, length=None, dtype=None):
         "Empty KV cache: one (2, B, h, length, d_h) tensor a layer, k and v; 3 for dva: k, v, k_R"
