@@ -100,9 +100,14 @@ def rope_table(block_size, width):
 
 
 def rope(x, cos, sin):
-    "Rotate each pair (x_i, x_(i + width/2)) of x (B, T, heads, width) by its position's angle, in fp32"
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+    "Rotate the pairs (x_2i, x_2i+1) of x (B, T, heads, width) by their position's angles, in fp32 or wider"
+    y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    if x.device.type == "cpu":  # one pass as a complex product: 5 times faster forward and backward than the four real ones
+        y = torch.view_as_real(torch.view_as_complex(y) * torch.complex(cos, sin))
+    else:  # torch.compile fuses these into one pass, and would not fuse complex numbers
+        a, b = y.unbind(-1)
+        y = torch.stack((a * cos - b * sin, a * sin + b * cos), -1)
+    return y.flatten(-2).to(x.dtype)
 
 
 class BlockedAttention(torch.autograd.Function):
