@@ -1009,7 +1009,7 @@ def peak_flops(m):
 def lr_at(step, lr, min_lr, warmup_steps, max_steps, schedule="cosine"):
     "Linear warm-up, then a cosine down to min_lr at max_steps, or constant"
     if step < warmup_steps:
-        return lr * (step + 1) / warmup_steps
+        return lr * min(1.0, (step + 1) / warmup_steps)
     if schedule == "constant":
         return lr
     t = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)

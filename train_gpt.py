@@ -28,7 +28,8 @@ from prepare_data import Log, Parser, StopSignal, die, duration, ensure, flag01,
 # Settings. Defaults depend on the size; whatever is typed counts.
 
 RECIPES = {  # tokens a step and peak learning rate of [1, table 2]; v1 gives none for its larger sizes, which take large's
-    "nano": dict(batch_tokens=2048, micro_batch=8, lr=2e-3, min_lr=1e-4, warmup_steps=50, max_steps=1000, eval_interval=250, eval_tokens=2**16),
+    "nano": dict(batch_tokens=2048, micro_batch=8, lr=2e-3, min_lr=1e-4, warmup_steps=50, max_steps=1000, max_minutes=3.0, eval_interval=250,
+                 eval_tokens=2**16),
     "tiny": dict(batch_tokens=2**18, micro_batch=32, lr=6e-4),
     "small": dict(batch_tokens=2**18, micro_batch=16, lr=3e-4),
     "base": dict(batch_tokens=2**19, micro_batch=8, lr=2.5e-4),
@@ -57,6 +58,7 @@ def parse():
     add("--batch_tokens", type=int, help="tokens a step, over all processes")
     add("--micro_batch", type=int, help="sequences a process takes at a time; the rest is accumulated")
     add("--max_steps", type=int, help="(default 1000 for nano, else 20 tokens a parameter)")
+    add("--max_minutes", type=float, help="a time that is up before max_steps ends the run, and its schedule, early; 0: none (default 3 for nano, else 0)")
     add("--lr", type=float, help="peak learning rate")
     add("--min_lr", type=float, help="at the end of the cosine (default lr / 10)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
@@ -73,13 +75,13 @@ def parse():
     return vars(parser.parse_args())
 
 
-FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "device", "dtype", "compile", "max_steps"}  # may change on --resume
+FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "device", "dtype", "compile", "max_steps", "max_minutes"}  # may change on --resume
 
 
 def settle(typed, stored, m):
     "What was typed over what the checkpoint holds over the defaults -> settings, model settings"
     s = dict(size="nano" if m.device.type == "cpu" else "tiny", dataset="pysource", data_dir="data", out_dir="out/gpt", weight_decay=0.1,
-             grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20, eval_windows="spread", seed=1337,
+             max_minutes=0.0, grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20, eval_windows="spread", seed=1337,
              compile=m.device.type == "cuda")
     for name, value in typed.items():
         if name in stored and name not in FREE and stored[name] != value:
@@ -196,11 +198,11 @@ def main():
 
     # optimiser
     optimizer = torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"], eps=1e-8, fused=m.device.type != "mps")
-    first = 0
+    first, minutes = 0, 0.0
     if ckpt:
         model.load_state_dict(ckpt["model"])
         optimizer.load_state_dict(ckpt["optimizer"])
-        first = ckpt["step"]
+        first, minutes = ckpt["step"], ckpt["minutes"]
     if s["compile"]:
         model.compile()  # in place: the checkpoint's keys stay as they are
     net = torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None) if m.world > 1 else model
@@ -220,7 +222,7 @@ def main():
         say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
 
     def save(step):
-        state = dict(kind="GPT", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, settings=s,
+        state = dict(kind="GPT", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, minutes=minutes, settings=s,
                      data=dict(name=data.name, tokenizer=data.tokenizer), versions=versions)
         try:
             write_atomic(path, lambda f: torch.save(state, f))
@@ -233,8 +235,9 @@ def main():
     # loop
     clock, val, saved = time.perf_counter(), None, True
     spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
+    limit, early = s["max_minutes"] or float("inf"), False
     for step in range(first, s["max_steps"] + 1):
-        last = step == s["max_steps"]
+        last = early or step == s["max_steps"]
         if last or (step % s["eval_interval"] == 0 and step > first) or step == 0:
             val = evaluate(model, data.val, s["eval_tokens"], micro, m, s["eval_windows"])
             bits = val / np.log(2) / data.bytes_per_token
@@ -247,7 +250,7 @@ def main():
             break
 
         torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # dropout: no state to carry over a restart
-        lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
+        lr = lr_at(max(step, s["max_steps"] * minutes / limit), s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss = torch.zeros((), device=m.device)
@@ -266,8 +269,8 @@ def main():
             missing = [n for n, p in model.named_parameters() if p.grad is None]
             assert not missing, f"no gradient reaches {missing}"
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s["grad_clip"] or float("inf"), foreach=True)
-        figures = m.mean(torch.stack((loss, norm, torch.tensor(float(stop.number), device=m.device))))
-        loss, norm, stopping = figures.tolist()
+        figures = m.mean(torch.cat((torch.stack((loss, norm)), torch.tensor([stop.number, minutes], device=m.device))))
+        loss, norm, stopping, minutes = figures.tolist()
         if not np.isfinite(loss + norm):
             kept = f"{path} of the last evaluation stays" if os.path.exists(path) else "there is no checkpoint yet"
             die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept}")
@@ -280,15 +283,17 @@ def main():
             spent, counted = spent + dt, counted + 1
         rate = s["batch_tokens"] / dt
         mfu = rate * flops / (peak * m.world)
-        left = (spent / counted if counted else dt) * (s["max_steps"] - step - 1)
+        left = min((spent / counted if counted else dt) * (s["max_steps"] - step - 1), (limit - minutes) * 60 - dt)
         say(f"step {step + 1}/{s['max_steps']}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  "
-            f"MFU {mfu:.1%}  {duration(left)} left")
+            f"MFU {mfu:.1%}  {duration(max(0, left))} left")
         if m.rank == 0:
             log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu)
         if stopping:
             if m.rank == 0 and save(step + 1):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume" + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={s['out_dir']}"))
             raise SystemExit(130)
+        early = minutes >= limit  # the mean over processes, so that all stop at the same step
+        minutes += dt / 60
 
     # at the end: a sample, and where everything lies
     if m.device.type == "cuda":

@@ -31,7 +31,7 @@ from prepare_data import Log, Parser, StopSignal, die, duration, ensure, flag01,
 # Settings. On a GPU the published ones; on a CPU a model that learns something in three minutes.
 
 PAPER = dict(n_embd=1024, batch=16, bptt=1024, lr=2e-3, warmup_steps=800, epochs=32, mem_len=5000, dropout=0.1, schedule="constant")
-LAPTOP = dict(n_embd=256, batch=16, bptt=128, lr=4e-3, warmup_steps=50, max_steps=1000, mem_len=512, dropout=0.0, schedule="cosine",
+LAPTOP = dict(n_embd=256, batch=16, bptt=128, lr=4e-3, warmup_steps=50, max_steps=1000, max_minutes=3.0, mem_len=512, dropout=0.0, schedule="cosine",
               eval_interval=250, eval_tokens=2**17)
 
 
@@ -56,7 +56,7 @@ def parse():
     add("--batch", type=int, help="parallel streams, over all processes (default 16)")
     add("--bptt", type=int, help="longest window; 1 in 20 is about half as long (default 128 on a CPU, 1024 on a GPU)")
     add("--max_steps", type=int, help="(default 1000 on a CPU; on a GPU 32 epochs)")
-    add("--max_minutes", type=float, help="stop, evaluate and save after so long")
+    add("--max_minutes", type=float, help="a time that is up before max_steps ends the run, and its schedule, early; 0: none (default 3 on a CPU, else 0)")
     add("--optimizer", choices=["lamb", "adamw"], help="(default lamb)")
     add("--lr", type=float, help="peak learning rate")
     add("--min_lr", type=float, help="at the end of a cosine (default lr / 10)")
@@ -83,7 +83,7 @@ def settle(typed, stored, m):
         if name in stored and name not in FREE and stored[name] != value:
             die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; drop the flag, or start anew without --resume in another --out_dir")
     s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
-             eval_tokens=2**62, seed=1337, max_minutes=math.inf) | (LAPTOP if m.device.type == "cpu" else PAPER)
+             eval_tokens=2**62, seed=1337, max_minutes=0.0) | (LAPTOP if m.device.type == "cpu" else PAPER)
     s |= stored | typed
     model = {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s}
     return s, SHAQ_PRESETS[s["preset"]] | model | dict(mean_window=s["bptt"])
@@ -209,7 +209,7 @@ def main():
     versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
     if m.rank == 0:
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
-                  dict(settings={k: v for k, v in s.items() if v != math.inf}, config=c, params=sum(p.numel() for p in model.parameters()), machine=m.note, versions=versions),
+                  dict(settings=s, config=c, params=sum(p.numel() for p in model.parameters()), machine=m.note, versions=versions),
                   first if resume else None)
     say(m.note)
     say(f"{s['preset']}: {c['n_layer']} blocks of width {c['n_embd']}, {sum(p.numel() for p in model.parameters()):,} parameters ("
@@ -224,7 +224,7 @@ def main():
         if m.rank:
             return True
         content = dict(kind="SHAQ", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, at=at, epoch=epoch, best=best,
-                       minutes=minutes, state=whole, settings={k: v for k, v in s.items() if v != math.inf},
+                       minutes=minutes, state=whole, settings=s,
                        data=dict(name=data.name, tokenizer=data.tokenizer), versions=versions)
         try:
             write_atomic(where, lambda f: torch.save(content, f))
@@ -236,8 +236,9 @@ def main():
 
     # loop
     clock, saved, spent, counted = time.perf_counter(), True, 0.0, 0
+    limit, early = s["max_minutes"] or math.inf, False
     for step in range(first, s["max_steps"] + 1):
-        last = step == s["max_steps"] or minutes >= s["max_minutes"]
+        last = early or step == s["max_steps"]
         if last or step == 0 or (step % s["eval_interval"] == 0 and step > first):
             val = evaluate(model, data.val, s["eval_tokens"], s, m)
             bpc = val / math.log(2) / data.bytes_per_token
@@ -255,7 +256,7 @@ def main():
 
         T = min(window_length(s["seed"], step, s["bptt"]), length - at)
         torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # dropout: no generator to carry over a restart
-        lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
+        lr = lr_at(max(step, s["max_steps"] * minutes / limit), s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
         for group in optimizer.param_groups:
             group["lr"] = lr
         x, y = read(data.train, streams, length, at, T, m.device)
@@ -267,7 +268,8 @@ def main():
             missing = [n for n, p in model.named_parameters() if p.grad is None]
             assert not missing, f"no gradient reaches {missing}"
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s["grad_clip"] or math.inf, foreach=True)
-        loss, norm, stopping = m.mean(torch.stack((loss.detach(), norm, torch.tensor(float(stop.number), device=m.device)))).tolist()
+        figures = torch.cat((torch.stack((loss.detach(), norm)), torch.tensor([stop.number, minutes], device=m.device)))
+        loss, norm, stopping, minutes = m.mean(figures).tolist()
         if not math.isfinite(loss + norm):
             kept = f"{path} of the last evaluation stays" if os.path.exists(path) else "there is no checkpoint yet"
             die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept}")
@@ -279,12 +281,11 @@ def main():
 
         now = time.perf_counter()
         dt, clock = now - clock, now
-        minutes += dt / 60
         if step >= first + 3:  # the first steps warm up
             spent, counted = spent + dt, counted + 1
         rate = T * s["batch"] / dt
         mfu = rate * flops / (peak * m.world)
-        left = min((spent / counted if counted else dt) * (s["max_steps"] - step - 1), (s["max_minutes"] - minutes) * 60)
+        left = min((spent / counted if counted else dt) * (s["max_steps"] - step - 1), (limit - minutes) * 60 - dt)
         say(f"step {step + 1}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / data.bytes_per_token:.3f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  "
             f"{rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(max(0, left))} left")
         if m.rank == 0:
@@ -293,6 +294,8 @@ def main():
             if save(step + 1, path):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume" + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={s['out_dir']}"))
             raise SystemExit(130)
+        early = minutes >= limit  # the mean over processes, so that all stop at the same step
+        minutes += dt / 60
 
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
