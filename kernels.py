@@ -394,6 +394,9 @@ def _on_triton(x, n_head, heads_only):
 def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | None, pre: torch.Tensor | None, scale: float,
               n_head: int, heads_only: bool) -> torch.Tensor:
     "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None"
+    _check_order(n_head, "n_head")  # here and not outside, where torch.compile would trace it
+    if not heads_only:
+        _check_order(x.shape[1] // n_head, "d" if n_head == 1 else "d / n_head")
     run = _transform_triton if _on_triton(x, n_head, heads_only) else _transform_torch
     return run(x, alpha, beta, pre, scale, n_head, heads_only)
 
@@ -466,7 +469,6 @@ def hadamard_transform(x, scale=1.0):
     the Triton path. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5
     makes it orthogonal. Unlike there, d = 768 is the true H_768 and not a cut-off H_1024. ValueError for an order that does not exist.
     """
-    _check_order(x.shape[-1], "d")
     return _hadamard(x.reshape(-1, x.shape[-1]).contiguous(), None, None, None, float(scale), 1, False).view(x.shape)
 
 
@@ -482,9 +484,6 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     if d % n_head or alpha.shape != (d,) or beta.shape != (d,):
         raise ValueError(f"hadamard_affine: x (..., d) with d a multiple of n_head, alpha (d,) and beta (d,); got x {tuple(x.shape)}, "
                          f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
-    _check_order(n_head, "n_head")
-    if not heads_only:
-        _check_order(d // n_head, "d" if n_head == 1 else "d / n_head")
     scale = (n_head if heads_only else d) ** -0.5
     return _hadamard(x.reshape(-1, d).contiguous(), alpha, beta, None, scale, n_head, heads_only).view(x.shape)
 

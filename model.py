@@ -110,6 +110,20 @@ def rope(x, cos, sin):
     return y.flatten(-2).to(x.dtype)
 
 
+BLOCK_ROWS = 64
+
+
+def causal_weights(q, k, i, e, dropout, seed):
+    "P = softmax(q k^T) of query rows i to e against keys 0 to e, causal: (N, e - i, e), and what dropout multiplies it with"
+    S = torch.bmm(q[:, i:e], k[:, :e].mT)
+    S[:, :, i:].masked_fill_(torch.ones(e - i, e - i, dtype=torch.bool, device=q.device).triu_(1), -math.inf)
+    P = S.softmax(-1)
+    if dropout == 0.0:
+        return P, None
+    noise = torch.rand(P.shape, device=q.device, generator=torch.Generator(q.device).manual_seed(seed + i))  # drawn again in backward
+    return P, (noise >= dropout).to(P.dtype).mul_(1 / (1 - dropout))
+
+
 class BlockedAttention(torch.autograd.Function):
     """
     Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T, and memory
@@ -119,27 +133,15 @@ class BlockedAttention(torch.autograd.Function):
     q, k (N, T, w); v (N, T, any), or r, v, u (N, T, w). On a CPU in bf16 this is 1.4 times faster than PyTorch's fused operator,
     forward and backward (48 heads of 64, T = 256), level with it in fp32, and it takes heads of any width, dropout included.
     """
-    ROWS = 64
-
-    @staticmethod
-    def weights(q, k, i, e, dropout, seed):
-        "P of query rows i to e (N, e - i, e), and what dropout multiplies it with"
-        S = torch.bmm(q[:, i:e], k[:, :e].mT)
-        S[:, :, i:].masked_fill_(torch.ones(e - i, e - i, dtype=torch.bool, device=q.device).triu_(1), -math.inf)
-        P = S.softmax(-1)
-        if dropout == 0.0:
-            return P, None
-        noise = torch.rand(P.shape, device=q.device, generator=torch.Generator(q.device).manual_seed(seed + i))  # drawn again in backward
-        return P, (noise >= dropout).to(P.dtype).mul_(1 / (1 - dropout))
 
     @staticmethod
     def forward(ctx, q, k, r, v, u, dropout):
         q = q * q.size(-1) ** -0.5
         ctx.dropout, ctx.seed = dropout, int(torch.randint(2**40, ())) if dropout else 0
         out = torch.empty_like(v if r is None else u)
-        for i in range(0, q.size(1), BlockedAttention.ROWS):
-            e = min(i + BlockedAttention.ROWS, q.size(1))
-            P, keep = BlockedAttention.weights(q, k, i, e, dropout, ctx.seed)
+        for i in range(0, q.size(1), BLOCK_ROWS):
+            e = min(i + BLOCK_ROWS, q.size(1))
+            P, keep = causal_weights(q, k, i, e, dropout, ctx.seed)
             P = P if keep is None else P.mul_(keep)
             out[:, i:e] = torch.bmm(P, v[:, :e]) if r is None else torch.bmm(P.mul_(torch.bmm(r[:, i:e], v[:, :e].mT)), u[:, :e])
         ctx.save_for_backward(q, k, r, v, u, out)
@@ -152,9 +154,9 @@ class BlockedAttention(torch.autograd.Function):
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dr, du = (None, None) if r is None else (torch.empty_like(r), torch.zeros_like(u))
         delta = (g * out).sum(-1, keepdim=True)  # sum over keys of P * dP, in both forms, with or without dropout
-        for i in range(0, q.size(1), BlockedAttention.ROWS):
-            e = min(i + BlockedAttention.ROWS, q.size(1))
-            P, keep = BlockedAttention.weights(q, k, i, e, ctx.dropout, ctx.seed)
+        for i in range(0, q.size(1), BLOCK_ROWS):
+            e = min(i + BLOCK_ROWS, q.size(1))
+            P, keep = causal_weights(q, k, i, e, ctx.dropout, ctx.seed)
             W = P if keep is None else P * keep
             if r is None:
                 dv[:, :e].baddbmm_(W.mT, g[:, i:e])
@@ -290,18 +292,19 @@ class Block(nn.Module):
         return x
 
 
+HEAD_LOGITS = 2**26  # module-level, as torch.compile cannot read an attribute of a Function
+
+
 class HeadLoss(torch.autograd.Function):
     """
     Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> fp32 scalar.
 
-    By slices of rows, each slice's gradients made at once while its logits are there: of all N x V logits no more than LOGITS numbers ever
+    By slices of rows, each slice's gradients made at once while its logits are there: of all N x V logits no more than HEAD_LOGITS numbers ever
     exist, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary: 40 GB).
     """
-    LOGITS = 2**26
-
     @staticmethod
     def forward(ctx, x, weight, targets):
-        n, dtype = max(1, HeadLoss.LOGITS // len(weight)), torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        n, dtype = max(1, HEAD_LOGITS // len(weight)), torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         x_, w_ = x.to(dtype), weight.to(dtype)
         loss, grads = 0.0, any(ctx.needs_input_grad)
         dx, dw = torch.empty_like(x_) if grads else None, None
