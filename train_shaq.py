@@ -192,8 +192,11 @@ def main():
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=s["lr"], betas=(0.9, 0.999), weight_decay=s["weight_decay"], fused=m.device.type != "mps")
     first, at, epoch, best, state, minutes = 0, 0, 0, math.inf, None, 0.0
-    if ckpt:
-        model.load_state_dict(ckpt["model"])
+    try:
+        if ckpt:
+            model.load_state_dict(ckpt["model"])
+    except RuntimeError:
+        die(f"{stage2} holds another model than these flags make: drop those that change it")
     if resume:
         optimizer.load_state_dict(ckpt["optimizer"])
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
