@@ -93,9 +93,10 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
     """
     _check_order(n)
     m, c = _split_order(n)
-    H = _paley(m) if m > 1 else torch.ones(1, 1, dtype=torch.int8)
-    while len(H) < n:
-        H = torch.kron(H, torch.tensor([[1, 1], [1, -1]], dtype=torch.int8))
+    with torch.device("cpu"):  # whatever default device the caller has set: what _paley makes stays cached
+        H = _paley(m) if m > 1 else torch.ones(1, 1, dtype=torch.int8)
+        while len(H) < n:
+            H = torch.kron(H, torch.tensor([[1, 1], [1, -1]], dtype=torch.int8))
     return H.to(device=device, dtype=dtype)
 
 
@@ -119,9 +120,9 @@ def _factors(d, n_head, heads_only, dtype, device):
     cut = min(range(len(orders) + 1), key=lambda i: (max(math.prod(orders[:i]), math.prod(orders[i:])), i))  # the wider factor last
     pair = []
     for part in (orders[:cut], orders[cut:]):
-        F = torch.ones(1, 1, dtype=torch.int8)
+        F = torch.ones(1, 1, dtype=torch.int8, device="cpu")
         for n in part:
-            F = torch.kron(F, hadamard_matrix(n, torch.int8))
+            F = torch.kron(F, hadamard_matrix(n, torch.int8, "cpu"))
         pair.append(F.to(device=device, dtype=dtype))
     return tuple(pair)
 
@@ -353,7 +354,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             W = min(A * C, max(A, 1 << (max(1, warps * 128 // R) - 1).bit_length()))  # 4 numbers a thread and tile
         P = A * C // W
         C = CW = C // P
-    signs = sum(1 << i for i, v in enumerate(_paley(M).flatten().tolist()) if v < 0) if M > 1 else 0
+    signs = sum(1 << i for i, v in enumerate(hadamard_matrix(M, torch.int8, "cpu").flatten().tolist()) if v < 0) if M > 1 else 0
     log = lambda n: n.bit_length() - 1
     return dict(D=d, M=M, P=P, LOG_P=log(P), C=C, CW=CW, W=W, LOG_W=log(W), SIGNS=signs, PAIRS=M > 1 and _paley_order(M) == 2, R=R,
                 INNER=inner), warps

@@ -961,7 +961,10 @@ def machine(device="auto", dtype="auto"):
             ctypes.CDLL(None).mallopt(-3, 1 << 30), ctypes.CDLL(None).mallopt(-1, 2**31 - 1)
     if device == "auto":
         device, note = ("cuda", "a GPU") if torch.cuda.is_available() else ("mps", "Apple's GPU") if torch.backends.mps.is_available() else ("cpu", "no GPU found")
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"--device={device}: expected auto, cpu, cuda, cuda:N or mps") from None
     if (device.type == "cuda" and not torch.cuda.is_available()) or (device.type == "mps" and not torch.backends.mps.is_available()):
         raise ValueError(f"--device={device}: this PyTorch ({torch.__version__}) sees no such device; take --device=cpu")
     if device.type == "cuda":
@@ -1028,18 +1031,27 @@ def param_groups(model, weight_decay, decay="matrices"):
     return groups
 
 
-def load_checkpoint(path):
-    "-> (model on the CPU, the checkpoint). ValueError in one line for a file that is no checkpoint of ours."
+def load_checkpoint(path, kind=None):
+    "-> the checkpoint, a dict. ValueError in one line for a file that is none of ours, or not of this kind (GPT | SHAQ)."
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        kind = {"GPT": (GPT, GPTConfig), "SHAQ": (SHAQ, SHAQConfig)}[ckpt["kind"]]
-        model = kind[0](kind[1](**ckpt["config"]))
-        model.load_state_dict(ckpt["model"])
+        if not {"config", "model", "settings", "data"} <= set(ckpt) or ckpt["kind"] not in ("GPT", "SHAQ"):
+            raise KeyError
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: train a model first, or name its checkpoint") from None
-    except (KeyError, TypeError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as e:
-        raise ValueError(f"{path} is no checkpoint of these scripts, or a damaged one ({str(e).strip().splitlines()[0] if str(e) else type(e).__name__})") from None
-    return model, ckpt
+    except (KeyError, TypeError, ValueError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError) as e:
+        raise ValueError(f"{path} is no checkpoint of these scripts, or a damaged one ({type(e).__name__}): name another, or train anew") from None
+    if kind not in (None, ckpt["kind"]):
+        raise ValueError(f"{path} holds a {ckpt['kind']}, not a {kind}: it is the other training script's")
+    return ckpt
+
+
+def model_of(ckpt):
+    "The model of a checkpoint, on the CPU"
+    Model, Config = {"GPT": (GPT, GPTConfig), "SHAQ": (SHAQ, SHAQConfig)}[ckpt["kind"]]
+    model = Model(Config(**ckpt["config"]))
+    model.load_state_dict(ckpt["model"])
+    return model
 
 
 def main():
@@ -1054,15 +1066,18 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     args = parser.parse_args()
+    for name in ("tokens", "temperature", "top_k"):
+        if getattr(args, name) < 0:
+            die(f"--{name}={getattr(args, name)}: expected 0 or more")
     try:
         m = machine(args.device, "float32")
-        model, ckpt = load_checkpoint(args.ckpt)
+        ckpt = load_checkpoint(args.ckpt)
     except ValueError as e:
         die(e)
     ids = encode(ckpt["data"]["tokenizer"], args.prompt)
     if not ids:
         die("--prompt is empty: give at least one character to continue")
-    model.to(m.device)
+    model = model_of(ckpt).to(m.device)
     out = model.generate(torch.tensor([ids], device=m.device), args.tokens, args.temperature, args.top_k,
                          generator=torch.Generator().manual_seed(args.seed))
     out = (out[0] if isinstance(out, tuple) else out)[0].tolist()  # SHAQ also returns its state

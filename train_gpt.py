@@ -153,12 +153,12 @@ def main():
     ckpt, path = None, os.path.join(typed.get("out_dir", "out/gpt"), "ckpt.pt")
     if typed.pop("resume", False):
         try:
-            ckpt = load_checkpoint(path)[1]
+            ckpt = load_checkpoint(path, "GPT")
         except ValueError as e:
             die(e)
         if "dtype" not in typed:  # the same arithmetic as before, even if this machine would choose another
             m.dtype = getattr(torch, ckpt["settings"]["dtype"])
-    s, c = settle(typed, ckpt["settings"] if ckpt else {}, m)
+    s, c = settle(typed, ckpt["settings"] | ckpt["config"] if ckpt else {}, m)
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     if m.rank == 0:

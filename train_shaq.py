@@ -44,7 +44,7 @@ def parse():
     add("--memory", choices=["full", "mean", "none"], help="what attention sees of earlier windows")
     add("--gates", type=flag01, help="gates on queries, keys and values")
     add("--rnn_residual", type=flag01, help="a residual round the recurrence")
-    add("--attn_layers", help="blocks that attend, counted from 1: 3 or 2,4")
+    add("--attn_layers", type=lambda s: tuple(map(int, s.split(","))), metavar="N[,N]", help="blocks that attend, counted from 1: 3 or 2,4")
     for name in ("n_layer", "n_head"):
         add(f"--{name}", type=int, help="instead of the preset's")
     add("--n_embd", type=int, help="width (default 256 on a CPU, 1024 on a GPU)")
@@ -148,14 +148,12 @@ def main():
         die("--stage2 starts a new run and --resume continues one: type one of the two")
     try:
         if resume or stage2:
-            ckpt = load_checkpoint(path if resume else stage2)[1]
-            if ckpt["kind"] != "SHAQ":
-                raise ValueError(f"{path if resume else stage2} is a checkpoint of train_gpt.py: name one of train_shaq.py")
+            ckpt = load_checkpoint(path if resume else stage2, "SHAQ")
     except ValueError as e:
         die(e)
     if ckpt and "dtype" not in typed:  # the same arithmetic as before, even if this machine would choose another
         m.dtype = getattr(torch, ckpt["settings"]["dtype"])
-    stored = dict(ckpt["settings"]) if ckpt else {}
+    stored = ckpt["settings"] | ckpt["config"] if ckpt else {}
     if stage2:
         for name in ("max_steps", "epochs", "out_dir", "lr", "min_lr", "schedule"):
             stored.pop(name, None)
@@ -304,7 +302,7 @@ def main():
     if m.device.type == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
     if os.path.exists(best_path) and saved:
-        model.load_state_dict(load_checkpoint(best_path)[1]["model"])
+        model.load_state_dict(load_checkpoint(best_path, "SHAQ")["model"])
     if data.test is not None:
         test = evaluate(model, data.test, s["eval_tokens"], s, m, streams=8)
         say(f"test, best checkpoint: {test / math.log(2) / data.bytes_per_token:.4f} bits a byte")
