@@ -64,23 +64,23 @@ def _check_order(n, what="n"):
                          f"the nearest that work are {' and '.join(map(str, low + high))}")
 
 
-@lru_cache(None)
+@lru_cache(64)
 def _paley(m):
-    "Symmetric Hadamard matrix of order m by Paley's constructions, int8"
+    "Symmetric Hadamard matrix of order m by Paley's constructions, int8, on the CPU"
     second = _paley_order(m) == 2
     q = m // 2 - 1 if second else m - 1
-    chi = torch.full((q,), -1, dtype=torch.int8)  # quadratic character mod q: 0 at 0, +1 at squares, -1 elsewhere
-    chi[torch.arange(1, q) ** 2 % q] = 1
+    chi = torch.full((q,), -1, dtype=torch.int8, device="cpu")  # quadratic character mod q: 0 at 0, +1 at squares, -1 elsewhere
+    chi[torch.arange(1, q, device="cpu") ** 2 % q] = 1
     chi[0] = 0
-    i = torch.arange(q)
+    core = chi.repeat(2).unfold(0, q, 1)[:q]  # (q, q), chi(i+j)
     if second:  # q = 1 mod 4: C = [[0, 1], [1, chi(i-j)]] is symmetric, and so is H = C (x) [[1,1],[1,-1]] + I (x) [[1,-1],[-1,-1]]
-        C = torch.ones(q + 1, q + 1, dtype=torch.int8)
-        C[0, 0], C[1:, 1:] = 0, chi[(i[:, None] - i) % q]
-        return (torch.kron(C, torch.tensor([[1, 1], [1, -1]], dtype=torch.int8))
-                + torch.kron(torch.eye(q + 1, dtype=torch.int8), torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8)))
+        C = chi.new_ones(q + 1, q + 1)
+        C[0, 0], C[1:, 1:] = 0, core.flip(1).roll(1, 1)
+        I = torch.diag(chi.new_ones(q + 1))
+        return torch.kron(C, chi.new_tensor([[1, 1], [1, -1]])) + torch.kron(I, chi.new_tensor([[1, -1], [-1, -1]]))
     # q = 3 mod 4: the textbook core chi(i-j) is skew. Columns taken in the order -j give chi(i+j), which is symmetric.
-    H = torch.ones(q + 1, q + 1, dtype=torch.int8)
-    H[1:, 1:] = -chi[(i[:, None] + i) % q] - ((i[:, None] + i) % q == 0).to(torch.int8)
+    H = chi.new_ones(q + 1, q + 1)
+    H[1:, 1:] = torch.where(core == 0, -1, -core)
     return H
 
 
@@ -93,10 +93,9 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
     """
     _check_order(n)
     m, c = _split_order(n)
-    with torch.device("cpu"):  # whatever default device the caller has set: what _paley makes stays cached
-        H = _paley(m) if m > 1 else torch.ones(1, 1, dtype=torch.int8)
-        while len(H) < n:
-            H = torch.kron(H, torch.tensor([[1, 1], [1, -1]], dtype=torch.int8))
+    H = _paley(m) if m > 1 else torch.ones(1, 1, dtype=torch.int8, device="cpu")
+    while len(H) < n:
+        H = torch.kron(H, H.new_tensor([[1, 1], [1, -1]]))
     return H.to(device=device, dtype=dtype)
 
 
@@ -344,7 +343,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         R = 1 if kind == "few" else max(1, each * 128 // W)
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
-        if bits == 16 and kind == "forward" and A * C >= 64 and d <= 2560:
+        if bits == 16 and kind == "forward" and A * C >= 64 and d <= 2048:  # wider rows spill
             inner, R, warps = 2, 16, 4 if d <= 1024 else 8
             W = min(A * C, 64 if d <= 1024 else 128)  # 16 bytes a thread and load
         else:

@@ -19,6 +19,7 @@ import os
 import pickle
 import sys
 import time
+import zipfile
 from dataclasses import dataclass, replace
 
 import torch
@@ -345,6 +346,8 @@ class GPT(nn.Module):
                 raise ValueError(f"{name}={getattr(c, name)!r}: expected one of {', '.join(known)}")
         if c.n_embd % c.n_head or (c.pos == "rope" and c.n_embd // c.n_head % 2):
             raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}, by an even number where pos is rope")
+        if c.attn_out == "head_hadamard":
+            hadamard_matrix(c.n_head)  # raises, naming the nearest head counts, where there is none
         if c.attn != "mha" and c.attn_out != "dense":
             raise ValueError(f"attn={c.attn} has no output projection for attn_out={c.attn_out} to replace: drop one of the two")
         if c.init == "torch" and c.attn_out != "dense":
@@ -1037,9 +1040,12 @@ def load_checkpoint(path, kind=None):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if not {"config", "model", "settings", "data"} <= set(ckpt) or ckpt["kind"] not in ("GPT", "SHAQ"):
             raise KeyError
+        with zipfile.ZipFile(path) as z:  # torch.load leaves the checksums unread
+            if z.testzip():
+                raise ValueError
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: train a model first, or name its checkpoint") from None
-    except (KeyError, TypeError, ValueError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError) as e:
+    except (LookupError, TypeError, ValueError, RuntimeError, EOFError, AttributeError, OSError, zipfile.BadZipFile, pickle.UnpicklingError) as e:
         raise ValueError(f"{path} is no checkpoint of these scripts, or a damaged one ({type(e).__name__}): name another, or train anew") from None
     if kind not in (None, ckpt["kind"]):
         raise ValueError(f"{path} holds a {ckpt['kind']}, not a {kind}: it is the other training script's")
@@ -1055,20 +1061,17 @@ def model_of(ckpt):
 
 
 def main():
-    from prepare_data import VOCAB_SIZE, Parser, decode, die, encode
+    from prepare_data import VOCAB_SIZE, Parser, decode, die, encode, number
 
     parser = Parser(prog="model.py", description="Sample from a checkpoint of train_gpt.py or train_shaq.py.")
     parser.add_argument("--ckpt", default="out/gpt/ckpt.pt", help="checkpoint file")
     parser.add_argument("--prompt", default="\n", help="text to continue")
-    parser.add_argument("--tokens", type=int, default=500, help="how many tokens to add")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
-    parser.add_argument("--top_k", type=int, default=50, help="draw from the k likeliest tokens only; 0: from all")
+    parser.add_argument("--tokens", type=number(int, 0), default=500, help="how many tokens to add")
+    parser.add_argument("--temperature", type=number(float, 0), default=0.8, help="0 takes the likeliest token each time")
+    parser.add_argument("--top_k", type=number(int, 0), default=50, help="draw from the k likeliest tokens only; 0: from all")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
     args = parser.parse_args()
-    for name in ("tokens", "temperature", "top_k"):
-        if getattr(args, name) < 0:
-            die(f"--{name}={getattr(args, name)}: expected 0 or more")
     try:
         m = machine(args.device, "float32")
         ckpt = load_checkpoint(args.ckpt)

@@ -84,6 +84,17 @@ def flag01(text):
         raise argparse.ArgumentTypeError(f"expected 0 or 1, got {text!r}") from None
 
 
+def number(kind, low, high=float("inf")):
+    """argparse type: an int or a float from low to high."""
+    def parse(text):
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"expected {low} {f'to {high}' if high < float('inf') else 'or more'}, got {text}")
+        return value
+    parse.__name__ = kind.__name__  # argparse says "invalid int value"
+    return parse
+
+
 class Parser(argparse.ArgumentParser):
     """argparse that takes --a_b and --a-b alike, abbreviates nothing, shows defaults, and errs in one line, status 2.
 
@@ -169,17 +180,21 @@ class Log:
             with open(path, "rb") as f:
                 for line in f:
                     with contextlib.suppress(ValueError):  # a line that a crash cut short
-                        if json.loads(line).get("step", -1) <= resume_step:
+                        record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
+                        if record.get("step", -1) < resume_step + ("val_loss" in record):
                             lines.append(line.rstrip() + b"\n")
         lines.append(json.dumps(first).encode() + b"\n")
         write_atomic(path, lambda f: f.writelines(lines))
-        self.file, self.path = open(path, "a", encoding="utf-8"), path
+        self.file, self.path = open(path, "ab", buffering=0), path
 
     def __call__(self, **record):
+        line, end = json.dumps(record).encode() + b"\n", self.file.seek(0, os.SEEK_END)
         try:
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
+            if self.file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
+            with contextlib.suppress(OSError):
+                self.file.truncate(end)  # whole records only
             if self.path:
                 print(f"warning: {self.path}: {e.strerror}; training goes on, this record is lost", file=sys.stderr)
             self.path = None  # said once

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from kernels import hadamard_path
 from model import (CHOICES, GPT, SIZES, GPTConfig, hadamard_heads, load_checkpoint, lr_at, machine, param_groups, peak_flops)
-from prepare_data import Log, Parser, StopSignal, die, duration, ensure, flag01, git_commit, run, write_atomic
+from prepare_data import Log, Parser, StopSignal, die, duration, ensure, flag01, git_commit, number, run, write_atomic
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; whatever is typed counts.
@@ -48,26 +48,26 @@ def parse():
     for name, choices in CHOICES.items():
         add(f"--{name}", choices=choices, help={"attn_out": "what stands in the place of attention's output projection"}.get(name, f"(default {getattr(GPTConfig, name)})"))
     for name in ("n_layer", "n_head", "n_embd", "block_size"):
-        add(f"--{name}", type=int, help="instead of the preset's")
+        add(f"--{name}", type=number(int, 1), help="instead of the preset's")
     add("--bias", type=flag01, help="0: no bias in linear layers and LayerNorm")
     add("--tie_weights", type=flag01, help="0: the head has its own matrix")
-    add("--dropout", type=float, help="(default 0)")
+    add("--dropout", type=number(float, 0, 1), help="(default 0)")
     add("--dataset", help="a name that prepare_data.py knows or was given (default pysource, prepared at once if need be)")
     add("--data_dir", help="where prepared data lies (default data)")
     add("--out_dir", help="where ckpt.pt and log.jsonl go (default out/gpt)")
-    add("--batch_tokens", type=int, help="tokens a step, over all processes")
-    add("--micro_batch", type=int, help="sequences a process takes at a time; the rest is accumulated")
-    add("--max_steps", type=int, help="(default 1000 for nano, else 20 tokens a parameter)")
-    add("--max_minutes", type=float, help="a time that is up before max_steps ends the run, and its schedule, early; 0: none (default 3 for nano, else 0)")
-    add("--lr", type=float, help="peak learning rate")
-    add("--min_lr", type=float, help="at the end of the cosine (default lr / 10)")
+    add("--batch_tokens", type=number(int, 1), help="tokens a step, over all processes")
+    add("--micro_batch", type=number(int, 1), help="sequences a process takes at a time; the rest is accumulated")
+    add("--max_steps", type=number(int, 0), help="(default 1000 for nano, else 20 tokens a parameter)")
+    add("--max_minutes", type=number(float, 0), help="a time that is up before max_steps ends the run, and its schedule, early; 0: none (default 3 for nano, else 0)")
+    add("--lr", type=number(float, 0), help="peak learning rate")
+    add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
-    add("--warmup_steps", type=int, help="linear warm-up (default 1 in 50 steps)")
-    add("--weight_decay", type=float, help="of matrices (default 0.1)")
-    add("--grad_clip", type=float, help="largest gradient norm, 0: no clipping (default 1.0)")
-    add("--eval_interval", type=int, help="steps between evaluations and checkpoints (default 1 in 20 of all)")
-    add("--eval_tokens", type=int, help="validation tokens an evaluation reads, the same each time (default 2^20)")
-    add("--seed", type=int, help="of initial weights, data order and dropout (default 1337)")
+    add("--warmup_steps", type=number(int, 0), help="linear warm-up (default 1 in 50 steps)")
+    add("--weight_decay", type=number(float, 0), help="of matrices (default 0.1)")
+    add("--grad_clip", type=number(float, 0), help="largest gradient norm, 0: no clipping (default 1.0)")
+    add("--eval_interval", type=number(int, 1), help="steps between evaluations and checkpoints (default 1 in 20 of all)")
+    add("--eval_tokens", type=number(int, 1), help="validation tokens an evaluation reads, the same each time (default 2^20)")
+    add("--seed", type=number(int, 0), help="of initial weights, data order and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where there are instructions for it)")
     add("--compile", type=flag01, help="torch.compile the model (default 1 on a GPU)")
@@ -79,7 +79,7 @@ FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "d
 
 
 def settle(typed, stored, m):
-    "What was typed over what the checkpoint holds over the defaults -> settings, model settings"
+    "What was typed over what the checkpoint holds (its settings and its whole configuration) over the defaults -> settings, model settings"
     s = dict(size="nano" if m.device.type == "cpu" else "tiny", dataset="pysource", data_dir="data", out_dir="out/gpt", weight_decay=0.1,
              max_minutes=0.0, grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20, eval_windows="spread", seed=1337,
              compile=m.device.type == "cuda")
@@ -122,8 +122,6 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
     "Mean loss in nats a token over fixed windows, spread evenly over the split or its first; all ranks share the work through the bare model"
     T = model.config.block_size
     count = (len(tokens) - 1) // T
-    if count < 1:
-        die(f"the validation data has {len(tokens):,} tokens, one window takes {T + 1}: lower --block_size")
     n = min(count, max(1, eval_tokens // T))
     windows = np.arange(n) * count // n if which == "spread" else np.arange(n)
     model.eval()
@@ -158,7 +156,7 @@ def main():
             die(e)
         if "dtype" not in typed:  # the same arithmetic as before, even if this machine would choose another
             m.dtype = getattr(torch, ckpt["settings"]["dtype"])
-    s, c = settle(typed, ckpt["settings"] | ckpt["config"] if ckpt else {}, m)
+    s, c = settle(typed, ckpt["config"] | ckpt["settings"] if ckpt else {}, m)
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     if m.rank == 0:
@@ -191,6 +189,8 @@ def main():
         die(f"--batch_tokens={s['batch_tokens']} is no multiple of block_size {T} x micro_batch {micro} x {m.world} processes = {unit}: "
             f"take {max(1, s['batch_tokens'] // unit) * unit}, or another --micro_batch")
     accumulate = B // (micro * m.world)
+    if len(data.val) <= T:
+        die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: lower --block_size")
     windows = Windows(data.train, T, B, s["seed"])
     s.setdefault("max_steps", -(-20 * model.num_params() // s["batch_tokens"]))
     for name, default in (("min_lr", s["lr"] / 10), ("warmup_steps", s["max_steps"] // 50), ("eval_interval", max(1, s["max_steps"] // 20))):

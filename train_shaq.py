@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, load_checkpoint, lr_at, machine, peak_flops
-from prepare_data import Log, Parser, StopSignal, die, duration, ensure, flag01, git_commit, run, write_atomic
+from prepare_data import Log, Parser, StopSignal, die, duration, ensure, flag01, git_commit, number, run, write_atomic
 
 # -----------------------------------------------------------------------------
 # Settings. On a GPU the published ones; on a CPU a model that learns something in three minutes.
@@ -46,27 +46,27 @@ def parse():
     add("--rnn_residual", type=flag01, help="a residual round the recurrence")
     add("--attn_layers", type=lambda s: tuple(map(int, s.split(","))), metavar="N[,N]", help="blocks that attend, counted from 1: 3 or 2,4")
     for name in ("n_layer", "n_head"):
-        add(f"--{name}", type=int, help="instead of the preset's")
-    add("--n_embd", type=int, help="width (default 256 on a CPU, 1024 on a GPU)")
-    add("--mem_len", type=int, help="positions of memory (default 512 on a CPU, 5000 on a GPU)")
-    add("--dropout", type=float, help="(default 0 on a CPU, 0.1 on a GPU)")
+        add(f"--{name}", type=number(int, 1), help="instead of the preset's")
+    add("--n_embd", type=number(int, 1), help="width (default 256 on a CPU, 1024 on a GPU)")
+    add("--mem_len", type=number(int, 0), help="positions of memory (default 512 on a CPU, 5000 on a GPU)")
+    add("--dropout", type=number(float, 0, 1), help="(default 0 on a CPU, 0.1 on a GPU)")
     add("--dataset", help="a name that prepare_data.py knows or was given (default pysource, prepared at once if need be)")
     add("--data_dir", help="where prepared data lies (default data)")
     add("--out_dir", help="where ckpt.pt, best.pt and log.jsonl go (default out/shaq)")
-    add("--batch", type=int, help="parallel streams, over all processes (default 16)")
-    add("--bptt", type=int, help="longest window; 1 in 20 is about half as long (default 128 on a CPU, 1024 on a GPU)")
-    add("--max_steps", type=int, help="(default 1000 on a CPU; on a GPU 32 epochs)")
-    add("--max_minutes", type=float, help="a time that is up before max_steps ends the run, and its schedule, early; 0: none (default 3 on a CPU, else 0)")
+    add("--batch", type=number(int, 1), help="parallel streams, over all processes (default 16)")
+    add("--bptt", type=number(int, 5), help="longest window; 1 in 20 is about half as long (default 128 on a CPU, 1024 on a GPU)")
+    add("--max_steps", type=number(int, 0), help="(default 1000 on a CPU; on a GPU 32 epochs)")
+    add("--max_minutes", type=number(float, 0), help="a time that is up before max_steps ends the run, and its schedule, early; 0: none (default 3 on a CPU, else 0)")
     add("--optimizer", choices=["lamb", "adamw"], help="(default lamb)")
-    add("--lr", type=float, help="peak learning rate")
-    add("--min_lr", type=float, help="at the end of a cosine (default lr / 10)")
+    add("--lr", type=number(float, 0), help="peak learning rate")
+    add("--min_lr", type=number(float, 0), help="at the end of a cosine (default lr / 10)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine on a CPU, constant on a GPU)")
-    add("--warmup_steps", type=int, help="linear warm-up")
-    add("--weight_decay", type=float, help="(default 1.2e-6)")
-    add("--grad_clip", type=float, help="largest gradient norm, 0: no clipping (default 0.25)")
-    add("--eval_interval", type=int, help="steps between evaluations and checkpoints")
-    add("--eval_tokens", type=int, help="how much of the validation split to read, from its start (default all)")
-    add("--seed", type=int, help="of initial weights, window lengths and dropout (default 1337)")
+    add("--warmup_steps", type=number(int, 0), help="linear warm-up")
+    add("--weight_decay", type=number(float, 0), help="(default 1.2e-6)")
+    add("--grad_clip", type=number(float, 0), help="largest gradient norm, 0: no clipping (default 0.25)")
+    add("--eval_interval", type=number(int, 1), help="steps between evaluations and checkpoints")
+    add("--eval_tokens", type=number(int, 1), help="how much of the validation split to read, from its start (default all)")
+    add("--seed", type=number(int, 0), help="of initial weights, window lengths and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where there are instructions for it)")
     add("--stage2", metavar="CKPT", help="start from the weights of this checkpoint with a fresh optimiser at half the rate, 5 epochs: the published second stage")
@@ -174,8 +174,8 @@ def main():
         die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take a multiple of {m.world}")
     streams = range(m.rank * s["batch"] // m.world, (m.rank + 1) * s["batch"] // m.world)
     length = (len(data.train) - 1) // s["batch"]
-    if s["bptt"] < 5 or length < s["bptt"]:
-        die(f"--bptt={s['bptt']}: expected 5 or more, and at most the {length:,} tokens of a stream ({len(data.train):,} in {s['batch']} streams)")
+    if length < s["bptt"]:
+        die(f"--bptt={s['bptt']}: expected at most the {length:,} tokens of a stream ({len(data.train):,} in {s['batch']} streams)")
 
     # model, optimiser
     torch.manual_seed(s["seed"])
