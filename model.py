@@ -1038,7 +1038,7 @@ def load_checkpoint(path, kind=None):
     "-> the checkpoint, a dict. ValueError in one line for a file that is none of ours, or not of this kind (GPT | SHAQ)."
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        if not {"config", "model", "settings", "data"} <= set(ckpt) or ckpt["kind"] not in ("GPT", "SHAQ"):
+        if not {"config", "model", "data"} <= set(ckpt) or ckpt["kind"] not in ("GPT", "SHAQ"):
             raise KeyError
         with zipfile.ZipFile(path) as z:  # torch.load leaves the checksums unread
             if z.testzip():
