@@ -343,7 +343,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         R = 1 if kind == "few" else max(1, each * 128 // W)
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
-        if bits == 16 and kind == "forward" and A * C >= 64 and d <= 2048:  # wider rows spill
+        if bits == 16 and kind == "forward" and A * C >= 64 and d <= 2048:  # 2560 spills, on sm_80 and with Triton 3.6
             inner, R, warps = 2, 16, 4 if d <= 1024 else 8
             W = min(A * C, 64 if d <= 1024 else 128)  # 16 bytes a thread and load
         else:

@@ -40,7 +40,7 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     attn: str = "mha"             # mha | dva | dva_outer [2]; the two without output projection
-    attn_out: str = "dense"       # dense | hadamard | head_hadamard | identity: what stands in W_O's place, for mha
+    attn_out: str = "dense"       # dense | hadamard | head_hadamard | identity | none: what stands in W_O's place, for mha
     mlp: str = "swiglu"           # swiglu | gelu | none
     pos: str = "rope"             # rope | learned
     norm: str = "layernorm"       # layernorm | rmsnorm
@@ -51,7 +51,7 @@ class GPTConfig:
     init: str = "gpt2"            # gpt2 | torch: PyTorch's own defaults, embeddings N(0, 1), as in the book that [2] follows
 
 
-CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity"],
+CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])
 
@@ -219,7 +219,7 @@ class Attention(nn.Module):
             self.c_attn = nn.Linear(d, 5 * d, bias=False)    # W_Q, W_K, W_V, W_KR, W_QR
         if self.attn == "mha" and self.attn_out == "dense":
             self.c_proj = nn.Linear(d, d, bias=config.bias)  # W_O
-        elif self.attn == "mha":
+        elif self.attn == "mha" and self.attn_out != "none":
             self.alpha = nn.Parameter(torch.empty(d))
             self.beta = nn.Parameter(torch.empty(d))
             self.heads = hadamard_heads(config) if self.attn_out == "hadamard" else config.n_head
@@ -246,7 +246,7 @@ class Attention(nn.Module):
         else:
             y = attention(q, k, v, q_r, k_r, dropout=p)                                  # (S * (Q_R V^T)) K_R
         y = y.transpose(1, 2).reshape(B, T, d)                                           # Concat(heads)
-        if self.attn != "mha":
+        if self.attn != "mha" or self.attn_out == "none":
             pass                                                                         # [2] has no output projection
         elif self.attn_out == "dense":
             y = self.c_proj(y)                                                           # Y W_O
@@ -347,10 +347,13 @@ class GPT(nn.Module):
         if c.n_embd % c.n_head or (c.pos == "rope" and c.n_embd // c.n_head % 2):
             raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}, by an even number where pos is rope")
         if c.attn_out == "head_hadamard":
-            hadamard_matrix(c.n_head)  # raises, naming the nearest head counts, where there is none
+            try:
+                hadamard_matrix(c.n_head)
+            except ValueError as e:
+                raise ValueError(f"attn_out=head_hadamard, n_head={c.n_head}: {e}") from None
         if c.attn != "mha" and c.attn_out != "dense":
             raise ValueError(f"attn={c.attn} has no output projection for attn_out={c.attn_out} to replace: drop one of the two")
-        if c.init == "torch" and c.attn_out != "dense":
+        if c.init == "torch" and c.attn_out not in ("dense", "none"):
             raise ValueError(f"init=torch says nothing of attn_out={c.attn_out}'s alpha: take init=gpt2")
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
         self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
@@ -1038,7 +1041,7 @@ def load_checkpoint(path, kind=None):
     "-> the checkpoint, a dict. ValueError in one line for a file that is none of ours, or not of this kind (GPT | SHAQ)."
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        if not {"config", "model", "data"} <= set(ckpt) or ckpt["kind"] not in ("GPT", "SHAQ"):
+        if not {"config", "model"} <= set(ckpt) or ckpt["kind"] not in ("GPT", "SHAQ"):
             raise KeyError
         with zipfile.ZipFile(path) as z:  # torch.load leaves the checksums unread
             if z.testzip():
@@ -1048,7 +1051,7 @@ def load_checkpoint(path, kind=None):
     except (LookupError, TypeError, ValueError, RuntimeError, EOFError, AttributeError, OSError, zipfile.BadZipFile, pickle.UnpicklingError) as e:
         raise ValueError(f"{path} is no checkpoint of these scripts, or a damaged one ({type(e).__name__}): name another, or train anew") from None
     if kind not in (None, ckpt["kind"]):
-        raise ValueError(f"{path} holds a {ckpt['kind']}, not a {kind}: it is the other training script's")
+        raise ValueError(f"{path} is a checkpoint of {'train_shaq.py' if kind == 'GPT' else 'train_gpt.py'}: resume it there, or name another --out_dir")
     return ckpt
 
 

@@ -58,7 +58,7 @@ def parse():
     add("--batch_tokens", type=number(int, 1), help="tokens a step, over all processes")
     add("--micro_batch", type=number(int, 1), help="sequences a process takes at a time; the rest is accumulated")
     add("--max_steps", type=number(int, 0), help="(default 1000 for nano, else 20 tokens a parameter)")
-    add("--max_minutes", type=number(float, 0), help="a time that is up before max_steps ends the run, and its schedule, early; 0: none (default 3 for nano, else 0)")
+    add("--max_minutes", type=number(float, 0), help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 3 for nano, else 0)")
     add("--lr", type=number(float, 0), help="peak learning rate")
     add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
@@ -198,11 +198,11 @@ def main():
 
     # optimiser
     optimizer = torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"], eps=1e-8, fused=m.device.type != "mps")
-    first, minutes = 0, 0.0
+    first = 0
     if ckpt:
         model.load_state_dict(ckpt["model"])
         optimizer.load_state_dict(ckpt["optimizer"])
-        first, minutes = ckpt["step"], ckpt["minutes"]
+        first = ckpt["step"]
     if s["compile"]:
         model.compile()  # in place: the checkpoint's keys stay as they are
     net = torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None) if m.world > 1 else model
@@ -222,7 +222,7 @@ def main():
         say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
 
     def save(step):
-        state = dict(kind="GPT", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, minutes=minutes, settings=s,
+        state = dict(kind="GPT", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, settings=s,
                      data=dict(name=data.name, tokenizer=data.tokenizer), versions=versions)
         try:
             write_atomic(path, lambda f: torch.save(state, f))
@@ -235,9 +235,9 @@ def main():
     # loop
     clock, val, saved = time.perf_counter(), None, True
     spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
-    limit, early = s["max_minutes"] or float("inf"), False
-    for step in range(first, s["max_steps"] + 1):
-        last = early or step == s["max_steps"]
+    step = first
+    while True:
+        last = step >= s["max_steps"]
         if last or (step % s["eval_interval"] == 0 and step > first) or step == 0:
             val = evaluate(model, data.val, s["eval_tokens"], micro, m, s["eval_windows"])
             bits = val / np.log(2) / data.bytes_per_token
@@ -250,7 +250,7 @@ def main():
             break
 
         torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # dropout: no state to carry over a restart
-        lr = lr_at(max(step, s["max_steps"] * minutes / limit), s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
+        lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss = torch.zeros((), device=m.device)
@@ -269,8 +269,8 @@ def main():
             missing = [n for n, p in model.named_parameters() if p.grad is None]
             assert not missing, f"no gradient reaches {missing}"
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s["grad_clip"] or float("inf"), foreach=True)
-        figures = m.mean(torch.cat((torch.stack((loss, norm)), torch.tensor([stop.number, minutes], device=m.device))))
-        loss, norm, stopping, minutes = figures.tolist()
+        figures = m.mean(torch.cat((torch.stack((loss, norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device))))
+        loss, norm, stopping, pace = figures.tolist()
         if not np.isfinite(loss + norm):
             kept = f"{path} of the last evaluation stays" if os.path.exists(path) else "there is no checkpoint yet"
             die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept}")
@@ -283,17 +283,19 @@ def main():
             spent, counted = spent + dt, counted + 1
         rate = s["batch_tokens"] / dt
         mfu = rate * flops / (peak * m.world)
-        left = min((spent / counted if counted else dt) * (s["max_steps"] - step - 1), (limit - minutes) * 60 - dt)
+        left = (pace or dt) * (s["max_steps"] - step - 1)
         say(f"step {step + 1}/{s['max_steps']}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  "
-            f"MFU {mfu:.1%}  {duration(max(0, left))} left")
+            f"MFU {mfu:.1%}  {duration(left)} left")
         if m.rank == 0:
             log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu)
         if stopping:
             if m.rank == 0 and save(step + 1):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume" + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={s['out_dir']}"))
             raise SystemExit(130)
-        early = minutes >= limit  # the mean over processes, so that all stop at the same step
-        minutes += dt / 60
+        step += 1
+        if step == 25 and s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:  # pace is the mean over processes: all decide alike
+            s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
+            say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there (--max_minutes=0 runs all)")
 
     # at the end: a sample, and where everything lies
     if m.device.type == "cuda":

@@ -56,7 +56,7 @@ def parse():
     add("--batch", type=number(int, 1), help="parallel streams, over all processes (default 16)")
     add("--bptt", type=number(int, 5), help="longest window; 1 in 20 is about half as long (default 128 on a CPU, 1024 on a GPU)")
     add("--max_steps", type=number(int, 0), help="(default 1000 on a CPU; on a GPU 32 epochs)")
-    add("--max_minutes", type=number(float, 0), help="a time that is up before max_steps ends the run, and its schedule, early; 0: none (default 3 on a CPU, else 0)")
+    add("--max_minutes", type=number(float, 0), help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 3 on a CPU, else 0)")
     add("--optimizer", choices=["lamb", "adamw"], help="(default lamb)")
     add("--lr", type=number(float, 0), help="peak learning rate")
     add("--min_lr", type=number(float, 0), help="at the end of a cosine (default lr / 10)")
@@ -237,9 +237,9 @@ def main():
 
     # loop
     clock, saved, spent, counted = time.perf_counter(), True, 0.0, 0
-    limit, early = s["max_minutes"] or math.inf, False
-    for step in range(first, s["max_steps"] + 1):
-        last = early or step == s["max_steps"]
+    step = first
+    while True:
+        last = step >= s["max_steps"]
         if last or step == 0 or (step % s["eval_interval"] == 0 and step > first):
             val = evaluate(model, data.val, s["eval_tokens"], s, m)
             bpc = val / math.log(2) / data.bytes_per_token
@@ -257,7 +257,7 @@ def main():
 
         T = min(window_length(s["seed"], step, s["bptt"]), length - at)
         torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # dropout: no generator to carry over a restart
-        lr = lr_at(max(step, s["max_steps"] * minutes / limit), s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
+        lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
         for group in optimizer.param_groups:
             group["lr"] = lr
         x, y = read(data.train, streams, length, at, T, m.device)
@@ -269,8 +269,8 @@ def main():
             missing = [n for n, p in model.named_parameters() if p.grad is None]
             assert not missing, f"no gradient reaches {missing}"
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s["grad_clip"] or math.inf, foreach=True)
-        figures = torch.cat((torch.stack((loss.detach(), norm)), torch.tensor([stop.number, minutes], device=m.device)))
-        loss, norm, stopping, minutes = m.mean(figures).tolist()
+        figures = torch.cat((torch.stack((loss.detach(), norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
+        loss, norm, stopping, pace = m.mean(figures).tolist()
         if not math.isfinite(loss + norm):
             kept = f"{path} of the last evaluation stays" if os.path.exists(path) else "there is no checkpoint yet"
             die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept}")
@@ -286,17 +286,20 @@ def main():
             spent, counted = spent + dt, counted + 1
         rate = T * s["batch"] / dt
         mfu = rate * flops / (peak * m.world)
-        left = min((spent / counted if counted else dt) * (s["max_steps"] - step - 1), (limit - minutes) * 60 - dt)
+        left = (pace or dt) * (s["max_steps"] - step - 1)
         say(f"step {step + 1}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / data.bytes_per_token:.3f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  "
-            f"{rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(max(0, left))} left")
+            f"{rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(left)} left")
         if m.rank == 0:
             log(step=step, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, minutes=minutes)
         if stopping:
             if save(step + 1, path):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume" + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={s['out_dir']}"))
             raise SystemExit(130)
-        early = minutes >= limit  # the mean over processes, so that all stop at the same step
         minutes += dt / 60
+        step += 1
+        if step == 25 and s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:  # pace is the mean over processes: all decide alike
+            s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
+            say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there (--max_minutes=0 runs all)")
 
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
