@@ -7,10 +7,12 @@ import copy
 import errno
 import hashlib
 import http.server
+import importlib.util
 import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import resource
 import shutil
@@ -37,11 +39,14 @@ import torch.nn.functional as F
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")  # before kernels.py: it decides at import
 
+import bench  # noqa: E402
 import kernels  # noqa: E402
 import model as model_py  # noqa: E402
 import prepare_data as pd  # noqa: E402
 import train_gpt  # noqa: E402
 from kernels import hadamard_affine, hadamard_matrix, hadamard_transform  # noqa: E402
+from types import SimpleNamespace
+
 from model import (CHOICES, GPT, LAMB, SHAQ, SHAQ_PRESETS, SIZES, Attention, BlockedAttention, GPTConfig, MemoryAttention, SHAQConfig, attention, detach_state, sample, fold_hadamard, hadamard_heads, load_checkpoint,  # noqa: E402
                    lr_at, machine, model_of, param_groups)
 
@@ -2027,6 +2032,230 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys):
         damage()
         fails(capsys, prepare, bad.name)
         assert not [f for f in os.listdir(f"{data}/fineweb10B") if f.startswith(bad.name)]
+
+# -----------------------------------------------------------------------------
+# bench.py
+
+
+GPT_SET = "n_layer=1,n_head=2,n_embd=32,block_size=32,batch_tokens=256,max_steps=12,warmup_steps=2,eval_tokens=1024"
+SHAQ_SET = "n_embd=32,bptt=16,batch=4,max_steps=6,warmup_steps=2,eval_tokens=1024"
+
+
+@pytest.fixture(scope="module")
+def bench_data(tmp_path_factory):
+    "A text of random words that a model can learn something of"
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=5)) for _ in range(50)]
+    folder = tmp_path_factory.mktemp("data")
+    pd.prepare(str(folder / "words"), "words", "byte", " ".join(draw.choices(words, k=8000)).encode(), "random words")
+    return folder
+
+
+def bench_run(tmp_path, *argv):
+    "Run bench.py -> its records"
+    out = tmp_path / f"{argv[0]}.jsonl"
+    before = len(out.read_text().splitlines()) if out.exists() else 0
+    bench.main([*argv, f"--out={out}", "--device=cpu", "--dtype=float32"])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) > before and all(r["what"] == argv[0] and r["hardware"] for r in rows)
+    return rows[before:]
+
+
+def common(bench_data, text):
+    return f"--set={text},dataset=words,data_dir={bench_data}"
+
+
+def test_bench_params_are_the_papers(tmp_path, capsys):
+    rows = {r["name"]: r for r in bench_run(tmp_path, "params")}
+    assert rows["tiny, dense"]["measured"] == 123_701_760 and rows["xxl_v1, hadamard"]["measured"] == 5_139_634_176
+    assert rows["gpt2_book"]["measured"] == 162_419_712 and rows["dva_book"]["measured"] == 112_800_768
+    assert sum(r["measured"] for n, r in rows.items() if n.startswith("sharnn with")) == 53_798_093 == rows["sharnn"]["measured"] + 24_576
+    assert set(bench.SHAQ_PRESETS) < set(rows) and len(rows) == 16 + 4 + 2 + len(bench.SHAQ_PRESETS) + 1
+    for name, r in rows.items():  # as the papers print them: three figures at most, two of table 1 truncated instead of rounded
+        unit = 1e8 if r["paper"] >= 1e9 else 1e5 if "saved" in name else 1e6
+        assert r["paper"] == r["measured"] or abs(r["measured"] - r["paper"]) <= unit * (1 if name in ("mean_mem", "no_gates") else 0.5), name
+    assert "| tiny, saved | -7.1M | -7,068,672 | +0.03M |" in capsys.readouterr().out
+
+
+def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data, capsys):
+    rows = bench_run(tmp_path, "compare", "--variant=lr=4e-3", "--variant=lr=4e-3", "--variant=lr=4e-4", common(bench_data, GPT_SET), "--seeds=3", "--points=2")
+    loss = [[r["val_loss"] for r in sorted(rows, key=lambda r: r["seed"]) if r["index"] == i] for i in range(3)]
+    assert len(set(loss[0])) == 3 and loss[0] == loss[1]
+    assert bench.paired(loss[1], loss[0]) == (0.0, 0.0)
+    mean, error = bench.paired(loss[2], loss[0])
+    assert mean > 0.1 and mean > 5 * error
+    printed = capsys.readouterr().out
+    assert "+0.0000 ± 0.0000" in printed and f"{mean:+.4f} ± {error:.4f}" in printed and "Equal steps, 3 seeds, words" in printed
+    assert [p[0] for p in rows[0]["curve"]] == [0, 6, 12] and rows[0]["curve"][-1][2] == rows[0]["val_loss"] < rows[0]["curve"][0][2]
+
+
+def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data):
+    for model, variants, text in (("gpt", ["attn_out=dense", "attn_out=identity,n_embd=16"], GPT_SET), ("shaq", ["preset=sharnn", "preset=shaq"], SHAQ_SET)):
+        flags = [f"--model={model}", *(f"--variant={v}" for v in variants), common(bench_data, text), "--seeds=1", "--points=1"]
+        a, b = sorted(bench_run(tmp_path, "compare", *flags, "--equal=flops"), key=lambda r: r["index"])
+        assert b["steps"] > a["steps"] and abs(b["curve"][-1][3] / a["curve"][-1][3] - 1) < 0.5 / a["steps"]
+        a, b = sorted(bench_run(tmp_path, "compare", *flags, "--equal=time"), key=lambda r: r["index"])
+        assert a["steps"] == (12 if model == "gpt" else 6) and b["steps"] >= 1 and math.isfinite(b["val_loss"])
+
+
+def test_bench_shared_weights_start_equal():
+    torch.manual_seed(0)
+    c = dict(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=64)
+    dva, plain = GPT(GPTConfig(**c, attn="dva")), GPT(GPTConfig(**c))
+    given = {n: p.detach().clone() for n, p in dva.named_parameters()}
+    c_proj = plain.h[0].attn.c_proj.weight.clone()
+    bench.share(plain, given)
+    assert torch.equal(plain.h[0].attn.c_attn.weight, dva.h[0].attn.c_attn.weight[:96])  # W_Q, W_K, W_V
+    assert torch.equal(plain.wte.weight, dva.wte.weight) and torch.equal(plain.h[0].mlp.c_fc.weight, dva.h[0].mlp.c_fc.weight)
+    assert torch.equal(plain.h[0].attn.c_proj.weight, c_proj)
+
+
+def test_bench_trains_as_the_training_scripts_do(bench_data, tmp_path, monkeypatch):
+    import train_gpt
+    text = GPT_SET.replace("max_steps=12", "max_steps=4")
+    flags = [f"--{part}" for part in text.split(",")] + ["--dataset=words", f"--data_dir={bench_data}", f"--out_dir={tmp_path}", "--size=nano", "--seed=1",
+                                                         "--device=cpu", "--dtype=float32", "--micro_batch=8"]
+    monkeypatch.setattr("sys.argv", ["train_gpt.py", *flags])
+    train_gpt.main()
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    typed = bench.settings("gpt", text, "") | dict(size="nano", dataset="words", bench_data=str(bench_data))
+    trainer = bench.Trainer("gpt", typed, bench.ensure("words", str(bench_data)), machine("cpu", "float32"), 1)
+    assert [trainer.step(i) for i in range(4)] == pytest.approx([r["loss"] for r in log if "loss" in r], rel=1e-6)
+
+
+@pytest.mark.parametrize("argv", [
+    ["kernels", "--widths=64,96", "--rows=32", "--pool=2x8x16", "--rounds=1"],
+    ["prefill", "--sizes=nano", "--batch=1", "--T=4,8", "--runs=2"],
+    ["decode", "--sizes=nano", "--batch=1", "--T=2,4", "--new_tokens=2", "--runs=2"],
+    ["train", "--rounds=1", "--set=n_layer=1,n_embd=32,n_head=2,vocab_size=50304,batch_tokens=64,block_size=32", f"--shaq_set={SHAQ_SET}"],
+    ["scaling", "--sizes=1x8,1x16,1x24", "--tokens_per_param=0.2", "--seeds=2"],
+])
+def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_data, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "CACHE", 2**20)
+    extra = [common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=1024")] if argv[0] == "scaling" else []
+    rows = bench_run(tmp_path, *argv, *extra)
+    tables = [t for t in capsys.readouterr().out.split("\n**") if "|---|" in t]
+    assert tables and all(torch.__version__ in t.splitlines()[0] for t in tables)
+    for t in tables:
+        widths = {line.count("|") for line in t.splitlines() if line.startswith("|")}
+        assert len(widths) == 1
+    if argv[0] in ("prefill", "decode"):
+        assert {r["variant"] for r in rows} == set(bench.OUTS) and all(r["tokens_per_s"] > 0 for r in rows) and len(rows) == 8
+    if argv[0] == "train":
+        assert {"gpt2_book", "dva_book", "sharnn", "shaq"} <= {r["variant"] for r in rows} and "dva_book against gpt2_book | 1.60" in "".join(tables)
+    if argv[0] == "scaling":
+        assert sum("val_loss" in r for r in rows) == 12 and sum("exponent" in r for r in rows) == 2
+
+
+def test_bench_mistakes_end_in_one_line(tmp_path, capsys):
+    for argv, words in (
+        (["compares"], "did you mean compare?"), ([], "say what"), (["compare", "--variant=attn_ot=dense", "--variant="], "did you mean attn_out?"),
+        (["compare", "--variant=n_embd=big", "--variant="], "expected a number"), (["compare", "--variant=lr=1", "--variant=batch_tokens=4"], "--set"),
+        (["compare", "--variant=lr=1"], "two --variant"), (["prefill", "--sizes=tny"], "did you mean tiny?"), (["kernels", "--widths=71"], "nearest that work"),
+        (["compare", "--variant=preset=shak", "--variant=", "--model=shaq"], "did you mean shaq?"), (["kernels", "--pool=3"], "expected BxTxH"),
+        (["plot", f"--records={tmp_path}"], "error: "), (["eval", f"--ckpt={tmp_path}/none"], "error: "), (["train", "--rounds=x"], "--rounds")):
+        with pytest.raises(SystemExit):
+            bench.main(argv)
+        err = capsys.readouterr().err.strip().splitlines()
+        assert words in err[-1] and len([line for line in err if "Traceback" in line]) == 0, (argv, err)
+
+
+def test_bench_timing_interleaves_and_warms_up():
+    seen = []
+    t = bench.timed({"a": lambda i: seen.append(("a", i)), "b": lambda i: seen.append(("b", i))}, machine("cpu", "float32"), rounds=2, least=0.0)
+    assert seen == [(n, i) for n in "ab" for i in range(3)] + [(n, i) for i in (3, 4) for n in "ab"] and all(len(v) == 2 for v in t.values())
+    gain = bench.gains(dict(dense=2.0, hadamard=1.7, head_hadamard=2.1, identity=1.5))
+    assert gain["hadamard"] == pytest.approx((2 / 1.7 - 1, 0.6)) and gain["head_hadamard"][1] == pytest.approx(-0.2) and gain["identity"][1] is None
+
+
+def small_gpt(block_size=16):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=block_size, vocab_size=256)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8)  # far from uniform
+    return model
+
+
+def by_hand(model, context, continuation):
+    "One token at a time, each with as much context as the model takes"
+    ids, total, greedy = list(context), 0.0, True
+    for token in continuation:
+        lp = model(torch.tensor([ids[-model.config.block_size:]]))[0, -1].log_softmax(-1)
+        total, greedy = total + lp[token].item(), greedy and lp.argmax().item() == token
+        ids.append(token)
+    return total, greedy
+
+
+def test_bench_eval_log_likelihoods_are_those_computed_by_hand():
+    model = small_gpt()
+    scorer = bench.Scorer(model, "byte", machine("cpu", "float32"), batch=3)
+    pairs = [("The cat", " sat"), ("", "A dog"), ("spaces  ", "end"), ("x", "y"), ("longer", " contexts")]
+    tokens = [(b"The cat", b" sat"), (b"\n", b"A dog"), (b"spaces", b"  end"), (b"x", b"y"), (b"longer", b" contexts")]
+    likeliest = model(torch.tensor([list(b"go")]))[0, -1].argmax().item()
+    found = scorer.loglikelihood([SimpleNamespace(args=p) for p in pairs]) + scorer.score([(list(b"go"), [likeliest])])
+    with torch.no_grad():
+        expected = [by_hand(model, *t) for t in tokens] + [by_hand(model, b"go", [likeliest])]
+    for (lp, greedy), (lp_, greedy_) in zip(found, expected):
+        assert lp == pytest.approx(lp_, abs=1e-4) and greedy == greedy_
+    assert found[-1][1] and not all(g for _, g in found)
+    # a context longer than the model takes is cut on its left
+    long = list(b"a context that is far longer than sixteen")
+    assert scorer.score([(long, list(b"end"))])[0][0] == pytest.approx(scorer.score([(long[-14:], list(b"end"))])[0][0], abs=1e-5)
+
+
+def test_bench_eval_rolling_counts_each_token_once():
+    model = small_gpt()
+    scorer = bench.Scorer(model, "byte", machine("cpu", "float32"), batch=2)
+    text = b"forty-one bytes, so three windows of it.."
+    t = list(b"\n" + text)
+    with torch.no_grad():
+        lp = [model(torch.tensor([t[a:a + 16]]))[0].log_softmax(-1) for a in (0, 16, len(t) - 17)]
+    expected = sum(lp[0][i, t[i + 1]] for i in range(16)) + sum(lp[1][i, t[i + 17]] for i in range(16))
+    expected += sum(lp[2][i, t[len(t) - 16 + i]] for i in range(16 - (len(text) - 32), 16))
+    assert scorer.loglikelihood_rolling([SimpleNamespace(args=(text.decode(),))])[0] == pytest.approx(expected.item(), abs=1e-3)
+    out = scorer.generate_until([SimpleNamespace(args=("go", dict(until=["\n\n"], max_gen_toks=3)))])[0]
+    ids = model.generate(torch.tensor([list(b"go")]), 3, temperature=0)[0, 2:].tolist()
+    assert out == bytes(ids).decode(errors="replace").split("\n\n")[0]
+
+
+def test_bench_eval_of_a_local_task(tmp_path, capsys):
+    "With lm_eval: its accuracy on questions of ours is that by hand. Without: one line that says what to install."
+    model = small_gpt(64)
+    torch.save(dict(kind="GPT", config=asdict(model.config), model=model.state_dict(), data=dict(name="x", tokenizer="byte"), settings=dict(size="nano")), tmp_path / "ckpt.pt")
+    argv = ["eval", f"--ckpt={tmp_path}/ckpt.pt", "--tasks=letters", f"--include_path={tmp_path}"]
+    if importlib.util.find_spec("lm_eval") is None:
+        with pytest.raises(SystemExit):
+            bench.main(argv)
+        assert "pip install lm_eval" in capsys.readouterr().err
+        return
+    draw = random.Random(1)
+    docs = [dict(q="".join(draw.choices("abc ", k=8)).strip() or "a", choices=["".join(draw.choices("xyz", k=3)) for _ in range(3)], gold=draw.randrange(3)) for _ in range(20)]
+    (tmp_path / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
+    (tmp_path / "letters.yaml").write_text(
+        f"task: letters\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/docs.jsonl}}}}\ntest_split: test\noutput_type: multiple_choice\n"
+        'doc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{gold}}"\nmetric_list:\n  - metric: acc\n')
+    rows = bench_run(tmp_path, *argv)
+    with torch.no_grad():
+        right = [max(range(3), key=lambda i: by_hand(model, d["q"].encode(), b" " + d["choices"][i].encode())[0]) == d["gold"] for d in docs]
+    assert 0 < sum(right) < 20 and {r["metric"]: r["value"] for r in rows}["acc"] == pytest.approx(sum(right) / 20)
+
+
+def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys):
+    "With matplotlib: the figures. Without: one line that says what to install."
+    bench_run(tmp_path, "compare", "--model=shaq", "--variant=preset=sharnn", "--variant=preset=shaq", common(bench_data, SHAQ_SET), "--seeds=2", "--points=2")
+    argv = ["plot", f"--records={tmp_path}", f"--assets={tmp_path}/assets", "--format=png,svg"]
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(SystemExit):
+            bench.main(argv)
+        assert "pip install matplotlib" in capsys.readouterr().err
+        return
+    bench_run(tmp_path, "prefill", "--batch=1,2", "--T=4,8", "--runs=1")
+    bench_run(tmp_path, "decode", "--batch=1,2", "--T=2", "--new_tokens=1", "--runs=1")
+    bench_run(tmp_path, "scaling", "--sizes=1x8,1x16", "--tokens_per_param=0.2", common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=1024"))
+    bench.main(argv)
+    made = {f.name for f in (tmp_path / "assets").iterdir() if f.stat().st_size > 5000}
+    assert made == {f"{n}.{k}" for n in ("compare_shaq", "ablations", "prefill_nano_heatmap", "decode_nano", "scaling") for k in ("png", "svg")}
 
 
 # -----------------------------------------------------------------------------

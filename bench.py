@@ -1,0 +1,1268 @@
+"""
+Every table and figure of the papers, from measurement, with the papers' numbers beside it.
+
+    python bench.py params                                      parameter counts: instant, no weights are made
+    python bench.py compare --variant attn_out=dense --variant attn_out=identity --seeds=5
+    python bench.py compare --model=shaq --variant preset=sharnn --variant preset=shaq --set dataset=enwik8,n_embd=256
+    python bench.py kernels prefill decode train                speed; one command may name several
+    python bench.py scaling                                     loss against compute, 20 tokens a parameter
+    python bench.py eval --ckpt=out/gpt/ckpt.pt --tasks=piqa,hellaswag,openbookqa,arc_easy,blimp
+    python bench.py plot                                        figures from the records of all the others
+
+Each prints Markdown tables and appends its records to out/bench/WHAT.jsonl, one JSON object a line. Without flags the sizes are small
+on a CPU, the papers' on a GPU. python bench.py WHAT --help lists the flags of one.
+
+[1] Aggarwal and Kumar, arXiv:2603.08343v2 (v1 where said)   [2] Dynamic Value Attention   [3] Bharwani et al., SHAQ
+"""
+import ast
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import train_gpt
+import train_shaq
+from kernels import hadamard_affine, hadamard_matrix, hadamard_path, qrnn_pool
+from model import (GPT, LAMB, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, detach_state, load_checkpoint, lr_at, machine,
+                   model_of, param_groups, peak_flops)
+from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, run
+
+# -----------------------------------------------------------------------------
+# What the papers say
+
+MILLIONS = {  # [1, table 2 and v1's table 3]: dense, Hadamard; the differences that v2 prints, in millions
+    "tiny": ("124M", "117M", "-7.1M"), "small": ("354M", "329M", "-25.1M"), "base": ("757M", "701M", "-56.6M"),
+    "large": ("1.3B", "1.2B", "-100.6M"), "medium_v1": ("1.7B", "1.6B"), "large_v1": ("2.6B", "2.4B"), "xl_v1": ("3.9B", "3.6B"),
+    "xxl_v1": ("5.6B", "5.1B"),
+}
+BOOK = {"gpt2_book": 162_419_712, "dva_book": 112_800_768}  # [2]'s totals; -37.6% of the time, on a P100
+SHARNN_PUBLISHED, SHARNN_DEAD = 53_798_093, 24_576  # the published code, and what in it nothing reads
+ABLATIONS = {  # [3, tables 1 and 2]: hours an epoch on a V100, parameters, test bits a byte after 32 epochs of enwik8
+    "sharnn": (2.16, "54M", 1.208), "no_boom": (1.84, "37M", 1.120), "ffn": (2.33, "71M", 1.158), "qrnn": (0.92, "45M", 1.126),
+    "mean_mem": (2.03, "53M", 1.219), "no_gates": (2.12, "51M", 1.131), "attn1": (None, "54M", 5.07), "attn2": (None, "54M", 5.07),
+    "attn3": (None, "54M", 1.146), "attn4": (None, "54M", 1.141), "layers3_heads2": (None, "41M", 1.16),
+    "layers2_heads2": (None, "29M", 1.164), "layers2": (None, "29M", 1.135), "shaq": (18.5 / 32, "26M", 1.180),
+}
+# [1, tables 3 and 4], one H100: ms, tokens/s and MB, dense then Hadamard. Each memory difference is 4 bytes a weight that is gone (in MiB):
+# those runs kept fp32 weights. The tokens/s of table 3 do not follow from its latencies (65,536 tokens in 33 ms are 2.0M/s): both are shown.
+PREFILL = {"tiny": ((33.157, 150126, 16264), (32.366, 156133, 16227)), "small": ((84.699, 53154, 21330), (83.204, 55956, 21233)),
+           "base": ((129.595, 26921, 26504), (126.442, 28585, 26289)), "large": ((174.158, 16188, 32240), (169.501, 17318, 31857))}
+DECODE = {"tiny": ((39.662, 52820, 7299), (39.002, 53730, 7259)), "small": ((105.232, 19978, 16625), (102.998, 20409, 16529)),
+          "base": ((197.373, 10723, 25540), (189.879, 11135, 25324)), "large": ((262.405, 8025, 35016), (252.954, 8312, 34632))}
+DECODE_V1 = {  # v1, table 3: tokens/s at batch 1024; its latencies are those of 16 new tokens (272 ms * 60,238 / 1024 = 16.0)
+    "tiny": (60238, 59478), "small": (24854, 25797), "base": (13417, 13974), "medium_v1": (7896, 8266), "large_v1": (5353, 5683),
+    "xl_v1": (3605, 3827), "xxl_v1": (2767, 2951)}
+PERPLEXITY = {"small": (1.55e19, 21.54, 21.39), "base": (6.61e19, 17.41, 17.35), "large": (2.06e20, 16.17, 15.70)}  # FLOPs, dense, Hadamard
+ZERO_SHOT = {  # v1, table 4, in percent: dense, Hadamard. It does not say whether acc or acc_norm.
+    "small": dict(piqa=(65.9, 64.3), hellaswag=(32.6, 31.6), openbookqa=(27.0, 29.8), arc_easy=(39.4, 38.1), blimp=(80.4, 80.0)),
+    "base": dict(piqa=(68.1, 67.3), hellaswag=(38.7, 38.1), openbookqa=(30.0, 28.8), arc_easy=(43.5, 42.0), blimp=(80.5, 80.8)),
+    "large": dict(piqa=(70.8, 70.9), hellaswag=(46.1, 44.6), openbookqa=(32.8, 31.5), arc_easy=(45.1, 45.9), blimp=(81.0, 81.6)),
+}
+OUTS = ["dense", "hadamard", "head_hadamard", "identity"]  # head_hadamard is also what fold_hadamard makes of a trained hadamard
+
+# -----------------------------------------------------------------------------
+# Shared: flags, tables, records, the clock
+
+
+def start(what, doc, argv, *flags):
+    "Parse argv by flags, each (name, settings of add_argument); -> (arguments, machine). --out, --device and --dtype are every command's."
+    parser = Parser(prog=f"bench.py {what}", description=doc)
+    for name, kw in flags:
+        parser.add_argument(f"--{name}", **kw)
+    parser.add_argument("--out", default=f"out/bench/{what}.jsonl", help="records are appended here")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to measure")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="bfloat16 where there are instructions for it")
+    args = parser.parse_args(argv)
+    try:
+        m = machine(args.device, args.dtype)
+    except ValueError as e:
+        die(e)
+    if m.world > 1:
+        die("bench.py measures one device: start it without torchrun")
+    args.what, args.run, args.gpu = what, time.strftime("%Y-%m-%d %H:%M:%S"), m.device.type == "cuda"
+    args.hardware, args.git = hardware(m), git_commit()
+    return args, m
+
+
+def hardware(m):
+    "The device, for a table's caption"
+    if m.device.type == "cuda":
+        name = torch.cuda.get_device_name(m.device)
+    else:
+        name = platform.processor() or platform.machine()
+        if os.path.exists("/proc/cpuinfo"):
+            with open("/proc/cpuinfo") as f:
+                name = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), name)
+        name = f"{name}, {torch.get_num_threads()} threads" if m.device.type == "cpu" else f"{name} (mps)"
+    return f"{name}, {str(m.dtype).removeprefix('torch.')}, torch {torch.__version__}"
+
+
+def numbers(text):
+    "argparse type: 8,64 -> [8, 64]"
+    return [int(n) for n in text.split(",")]
+
+
+def names(text):
+    "argparse type: a,b -> ['a', 'b']"
+    return [n.strip() for n in text.split(",")]
+
+
+def known(what, given, choices):
+    for name in given:
+        if name not in choices:
+            die(f"{what}: {name!r} is none of {', '.join(choices)}{nearest(name, choices)}")
+
+
+def table(args, title, head, rows):
+    "Print a Markdown table: hardware and date are part of its caption; None is printed as a dash"
+    print(f"\n**{title}** ({args.hardware}, {args.run[:10]})\n")
+    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
+    for row in rows:
+        print("| " + " | ".join("–" if v is None else str(v) for v in row) + " |")
+    sys.stdout.flush()
+
+
+def record(args, **fields):
+    "Append one object to the records; run tells the records of one command from those of the next"
+    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
+    with open(args.out, "a", encoding="utf-8") as f:
+        f.write(json.dumps(dict(what=args.what, run=args.run, hardware=args.hardware, git=args.git, **fields)) + "\n")
+
+
+def timed(work, m, rounds=7, least=0.02):
+    """
+    Seconds a call: {name: f(i)} -> {name: (rounds,) array}. Rounds are interleaved, so that a machine that slows down slows all alike.
+    Two calls warm up (compilation, the allocator); a sample is as many calls as last `least` seconds, between two synchronisations.
+    i counts calls: with it f takes its inputs from a ring larger than the cache.
+    """
+    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(m.device.type, lambda: None)
+    count, calls, samples = dict.fromkeys(work, 0), {}, {name: [] for name in work}
+
+    def sample(name, n):
+        wait()
+        t0 = time.perf_counter()
+        for i in range(count[name], count[name] + n):
+            work[name](i)
+        wait()
+        count[name] += n
+        return (time.perf_counter() - t0) / n
+
+    for name in work:
+        sample(name, 2)
+        calls[name] = max(1, math.ceil(least / sample(name, 1)))
+    for _ in range(rounds):
+        for name in work:
+            samples[name].append(sample(name, calls[name]))
+    return {name: np.array(s) for name, s in samples.items()}
+
+
+def spread(t, unit=1e3):
+    "median ± half the distance between the quartiles, in ms"
+    low, mid, high = np.percentile(t, [25, 50, 75]) * unit
+    return f"{mid:.3g} ± {(high - low) / 2:.1g}"
+
+
+def signed(value, form="{:+.2f}", suffix=""):
+    return None if value is None else form.format(value) + suffix
+
+
+CACHE = 2**28  # bytes that no last-level cache of today holds
+
+
+def ring(make):
+    "Equal tensors, random, together larger than the cache (at most 64 of them)"
+    first = make()
+    return [first] + [make() for _ in range(min(63, CACHE // first.nbytes + 1))]
+
+
+def in_turn(f, *rings):
+    "i -> f(of the i-th of each ring). Results are kept for one turn, so that they rotate through memory too."
+    kept = [None] * len(rings[0])
+
+    def call(i):
+        i %= len(kept)
+        kept[i] = f(*(r[i] for r in rings))
+    call.turn = len(kept)
+    return call
+
+
+def bandwidth(m):
+    "Bytes a second, read and written, of a plain copy here and now"
+    x = ring(lambda: torch.randn(2**28 if m.device.type == "cuda" else 2**23, device=m.device))
+    y = torch.empty_like(x[0])
+    return 2 * y.nbytes / np.median(timed(dict(copy=in_turn(y.copy_, x)), m)["copy"])
+
+
+def captured(work, m):
+    "work(), recorded as one CUDA graph -> its replay"
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return lambda i: graph.replay()
+
+
+def fresh_compiler():
+    "Forget what was compiled. Variants share their code: at the usual 8 versions of a function, the last of them would silently run eager."
+    import torch._dynamo
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 256
+
+
+class Peak:
+    "Peak memory of a GPU since this was made, without what was there before; None elsewhere, where PyTorch does not count"
+
+    def __init__(self, m):
+        self.m = m
+        if m.device.type == "cuda":
+            self.before = torch.cuda.memory_allocated(m.device)
+            self.forget()
+
+    def forget(self):
+        if self.m.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.m.device)
+
+    def mib(self):
+        return (torch.cuda.max_memory_allocated(self.m.device) - self.before) / 2**20 if self.m.device.type == "cuda" else None
+
+
+# -----------------------------------------------------------------------------
+# params: [1, table 2], v1's table 3, [2]'s totals, [3, tables 1 and 2]
+
+
+def printed(text):
+    "'1.3B' -> 1.3e9, '-7.1M' -> -7.1e6"
+    return float(text[:-1]) * {"M": 1e6, "B": 1e9}[text[-1]]
+
+
+def count_params(kind, **config):
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**config)) if kind == "gpt" else SHAQ(SHAQConfig(**config))
+    return sum(p.numel() for p in model.parameters())
+
+
+def bench_params(argv):
+    "Parameters of every model that the papers count, on the meta device: no weights are made."
+    args, m = start("params", bench_params.__doc__, argv)
+    rows = []
+
+    def add(name, paper, n):
+        exact = isinstance(paper, int)
+        rows.append((name, f"{paper:,}" if exact else paper, f"{n:,}", f"{n - paper:+,}" if exact else f"{(n - printed(paper)) / 1e6:+.2f}M"))
+        record(args, name=name, paper=paper if exact else printed(paper), measured=n)
+
+    for size, paper in MILLIONS.items():
+        dense, hadamard = (count_params("gpt", **SIZES[size], attn_out=out) for out in OUTS[:2])
+        add(f"{size}, dense", paper[0], dense)
+        add(f"{size}, hadamard", paper[1], hadamard)
+        if len(paper) > 2:
+            add(f"{size}, saved", paper[2], hadamard - dense)
+    for size, paper in BOOK.items():
+        add(size, paper, count_params("gpt", **SIZES[size]))
+    for preset, (_, paper, _) in ABLATIONS.items():
+        n = count_params("shaq", **SHAQ_PRESETS[preset])
+        add(preset, paper, n)
+        if preset == "sharnn":
+            add(f"sharnn with the {SHARNN_DEAD:,} parameters of the published code that nothing reads", SHARNN_PUBLISHED, n + SHARNN_DEAD)
+    table(args, "Parameters", ["model", "paper", "measured", "difference"], rows)
+
+
+# -----------------------------------------------------------------------------
+# Variants: "attn_out=hadamard,lr=1e-3" -> settings; one model with its optimiser, as the training scripts run it
+
+RECIPE = dict(dataset="", data_dir="", lr=0.0, min_lr=0.0, warmup_steps=0, max_steps=0, weight_decay=0.0, grad_clip=0.0, schedule="",
+              eval_tokens=0)  # name: a value of its type
+RECIPES = dict(gpt=RECIPE | dict(size="", batch_tokens=0, micro_batch=0, eval_windows="", decay=""),
+               shaq=RECIPE | dict(preset="", optimizer="", batch=0, bptt=0))
+SAME = {"dataset", "data_dir", "block_size", "batch_tokens", "micro_batch", "batch", "bptt", "eval_tokens", "eval_windows", "vocab_size"}
+
+
+def settings(kind, text, what):
+    "A variant string -> {name: value}, checked against the recipe and the model's config, values by the type of the default"
+    types = {f.name: f.default for f in fields(GPTConfig if kind == "gpt" else SHAQConfig)} | RECIPES[kind]
+    out = {}
+    for part in re.split(r",(?=\s*\w+\s*=)", text) if text else []:  # a comma before name=, so that attn_layers=2,4 stays whole
+        name, equals, value = (p.strip() for p in part.partition("="))
+        if name not in types or not equals:
+            die(f"{what}={text!r}: {name!r} is no setting of {kind}{nearest(name, types)}; expected name=value,name=value")
+        kind_of = type(types[name])
+        try:
+            out[name] = value if kind_of in (str, tuple) else flag01(value) if kind_of is bool else kind_of(ast.literal_eval(value))
+        except Exception:  # whatever literal_eval raises on words
+            die(f"{what}: {name}={value!r}: expected {'0 or 1' if kind_of is bool else 'a number'}")
+    for name, choices in (("size", SIZES), ("preset", SHAQ_PRESETS)):
+        if name in out:
+                known(f"{what}: {name}", [out[name]], list(choices))
+    return out
+
+
+class Trainer:
+    """
+    One variant with one seed, a step at a time, by the same rules as train_gpt.py or train_shaq.py (recipe, data order, dropout), without
+    checkpoints. given: parameters of another model; those that both have start equal.
+    """
+
+    def __init__(self, kind, typed, data, m, seed, given=None, compiled=False):
+        self.kind, self.data, self.m, self.seed = kind, data, m, seed
+        self.peak = Peak(m)
+        self.s, c = (train_gpt if kind == "gpt" else train_shaq).settle(dict(typed), {}, m)
+        s = self.s
+        torch.manual_seed(seed)
+        try:
+            if kind == "gpt":
+                c.setdefault("vocab_size", -(-data.vocab_size // 64) * 64)
+                self.model = GPT(GPTConfig(**c))
+            else:
+                self.model = SHAQ(SHAQConfig(**c | dict(vocab_size=data.vocab_size)))
+        except ValueError as e:
+            die(e)
+        if given:
+            share(self.model, given)
+        self.initial = {n: p.detach().clone() for n, p in self.model.named_parameters()} if given is not None else None
+        self.model.to(m.device)
+        self.params = sum(p.numel() for p in self.model.parameters())
+        if kind == "gpt":
+            self.T = self.model.config.block_size
+            self.B, extra = divmod(s["batch_tokens"], self.T)
+            if extra or self.B < 1:
+                die(f"batch_tokens={s['batch_tokens']} is no multiple of block_size={self.T}")
+            self.micro = max(i for i in range(1, min(s["micro_batch"], self.B) + 1) if self.B % i == 0)
+            self.windows = train_gpt.Windows(data.train, self.T, self.B, seed)
+            s.setdefault("max_steps", -(-20 * self.params // s["batch_tokens"]))
+            self.optimizer = torch.optim.AdamW(param_groups(self.model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"], eps=1e-8,
+                                               fused=m.device.type != "mps")
+            self.flops = self.model.flops_per_token()
+        else:
+            self.T, self.B = s["bptt"], s["batch"]
+            self.length, self.at, self.state = (len(data.train) - 1) // self.B, 0, None
+            if self.length < self.T or self.T < 5:
+                die(f"bptt={self.T}: expected 5 or more, and at most the {self.length:,} tokens of one of {self.B} streams")
+            if not s.get("max_steps"):
+                s["max_steps"] = math.ceil(s["epochs"] * self.length / (0.975 * self.T))
+            self.optimizer = (LAMB(self.model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"]) if s["optimizer"] == "lamb" else
+                              torch.optim.AdamW(self.model.parameters(), lr=s["lr"], betas=(0.9, 0.999), weight_decay=s["weight_decay"],
+                                                fused=m.device.type != "mps"))
+            self.flops = self.model.flops_per_token(self.T)
+        if compiled and kind == "gpt":  # a SHAQ's windows change their length from step to step: each would compile anew
+            self.model.compile()
+        self.step_tokens = self.B * self.T
+        self.set_steps(s["max_steps"])
+
+    def set_steps(self, n):
+        "The schedule is that of n steps"
+        self.steps = self.s["max_steps"] = n
+        self.min_lr, self.warmup = self.s.get("min_lr", self.s["lr"] / 10), self.s.get("warmup_steps", n // 50)
+
+    def step(self, i):
+        "Step i of the run: one update. Returns the loss, in nats a token."
+        s, m = self.s, self.m
+        torch.manual_seed(hash((self.seed, i, 0)) & 0x7FFFFFFF)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr_at(i, s["lr"], self.min_lr, self.warmup, self.steps, s["schedule"])
+        loss = torch.zeros((), device=m.device)
+        if self.kind == "gpt":
+            for a in range(0, self.B, self.micro):
+                x, y = self.windows(i, slice(a, a + self.micro))
+                with m.autocast():
+                    part = self.model(x.to(m.device), y.to(m.device)) * (self.micro / self.B)
+                part.backward()
+                loss += part.detach()
+        else:
+            T = min(train_shaq.window_length(self.seed, i, self.T), self.length - self.at)
+            x, y = train_shaq.read(self.data.train, range(self.B), self.length, self.at, T, m.device)
+            with m.autocast():
+                part, state = self.model(x, y, self.state)
+            part.backward()
+            loss += part.detach()
+            self.at, self.state = self.at + T, detach_state(state)
+            if self.at >= self.length:
+                self.at, self.state = 0, None
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), s["grad_clip"] or math.inf, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    def validate(self):
+        "Validation loss in nats a token, by the training script's own evaluation"
+        if self.kind == "gpt":
+            return train_gpt.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.micro, self.m, self.s["eval_windows"])
+        return train_shaq.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.s, self.m)
+
+    def run(self, points=10):
+        "All steps -> (curve, tokens/s). The curve: [step, training loss since the last point, validation loss, FLOPs, seconds in steps]"
+        curve, losses, times = [[0, None, self.validate(), 0.0, 0.0]], [], []
+        marks = {round(self.steps * (k + 1) / points) for k in range(points)}
+        for i in range(self.steps):
+            t0 = time.perf_counter()
+            losses.append(self.step(i))  # .item() in it waits for the device
+            times.append(time.perf_counter() - t0)
+            if not math.isfinite(losses[-1]):
+                die(f"step {i}: loss {losses[-1]} at lr {self.s['lr']:g}: lower lr or raise warmup_steps")
+            if i + 1 in marks:
+                curve.append([i + 1, sum(losses) / len(losses), self.validate(), (i + 1) * self.step_tokens * self.flops, sum(times)])
+                losses = []
+        return curve, self.step_tokens / statistics.median(times)
+
+
+@torch.no_grad()
+def share(model, given):
+    "Copy from given {name: tensor} each parameter of the same name and shape; of c_attn, where mha has W_Q W_K W_V and dva two more, the rows both have"
+    for name, p in model.named_parameters():
+        q = given.get(name)
+        if q is not None and p.shape[1:] == q.shape[1:] and (len(p) == len(q) or "c_attn" in name):
+            n = min(len(p), len(q))
+            p[:n] = q[:n]
+
+
+def reproducible(m):
+    "The same figures from the same seed on a GPU too, where some gradients are otherwise summed in any order"
+    if m.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+# -----------------------------------------------------------------------------
+# compare: is one variant better than another?
+
+
+def paired(a, b):
+    "Mean over seeds of a - b and its standard error (None for one seed)"
+    d = np.array(a) - np.array(b)
+    return d.mean(), d.std(ddof=1) / len(d) ** 0.5 if len(d) > 1 else None
+
+
+def paper_quality(kind, t):
+    "What the papers print for this variant, whatever data they had it from"
+    if kind == "shaq":
+        return f"{ABLATIONS[t.s['preset']][2]} bpc"
+    row, out = PERPLEXITY.get(t.s["size"]), t.model.config.attn_out
+    return f"ppl {row[1 if out == 'dense' else 2]}" if row and out in OUTS[:2] else None
+
+
+def bench_compare(argv):
+    """Two or more variants on the same data in the same order, from the same initial values of the weights they share, with k seeds.
+    The first is the baseline: each other's loss minus its loss, seed by seed, is averaged, and its standard error is that over seeds.
+    --equal=flops and --equal=time give each variant as many steps as the baseline's FLOPs or seconds allow; schedules are stretched."""
+    args, m = start(
+        "compare", bench_compare.__doc__, argv,
+        ("model", dict(choices=["gpt", "shaq"], default="gpt", help="train_gpt.py's recipe and model, or train_shaq.py's")),
+        ("variant", dict(action="append", help='name=value,.. of the model or its recipe; repeat the flag. "" is the default model. '
+                                               "Without any: the four output projections, or sharnn and shaq")),
+        ("set", dict(help="name=value,.. for all variants (on a CPU, where not given, a model of seconds)")),
+        ("seeds", dict(type=int, default=5, help="how many")), ("seed", dict(type=int, default=1, help="the first")),
+        ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
+        ("points", dict(type=int, default=10, help="evaluations a run")),
+        ("compile", dict(type=flag01, default=False, help="torch.compile (gpt)")))
+    kind = args.model
+    texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
+    small = dict(gpt="n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,max_steps=100,warmup_steps=10,eval_tokens=8192",
+                 shaq="n_embd=64,bptt=64,max_steps=100,warmup_steps=10,eval_tokens=8192")[kind]
+    common = settings(kind, args.set if args.set is not None else small if m.device.type == "cpu" else "", "--set")
+    variants = [settings(kind, t, "--variant") for t in texts]
+    if args.seeds < 1 or args.points < 1 or len(texts) < 2:
+        die("compare needs two --variant flags or more, --seeds and --points of 1 or more")
+    for text, v in zip(texts, variants):
+        if SAME & set(v):
+            die(f"--variant {text!r} changes {', '.join(sorted(SAME & set(v)))}, so it would not read the same data: give it in --set for all")
+        if args.equal != "steps" and "max_steps" in v:
+            die(f"--variant {text!r} sets max_steps, which --equal={args.equal} computes: give it in --set")
+    reproducible(m)
+    if args.compile:
+        fresh_compiler()
+    variants = [common | v for v in variants]
+    data = ensure(common.get("dataset", "pysource"), common.get("data_dir", "data"))
+
+    def make(v, seed, given=None):
+        return Trainer(kind, v, data, m, seed, given, args.compile)
+
+    # how many steps each takes
+    steps, trainers = [], [make(v, args.seed) for v in variants]
+    base = trainers[0]
+    if args.equal == "time":
+        t = timed({i: t.step for i, t in enumerate(trainers)}, m, rounds=5, least=0.0)
+        t = [np.median(t[i]) for i in range(len(trainers))]
+        steps = [max(1, round(base.steps * t[0] / t[i])) for i in range(len(trainers))]
+    elif args.equal == "flops":
+        steps = [max(1, round(base.steps * base.flops / t.flops)) for t in trainers]
+    else:
+        steps = [t.steps for t in trainers]
+    paper, params = [paper_quality(kind, t) for t in trainers], [t.params for t in trainers]
+    del trainers, base
+
+    loss, rate, peak = [[[] for _ in variants] for _ in range(3)]
+    for seed in range(args.seed, args.seed + args.seeds):
+        given = make(variants[0], seed, {}).initial
+        for i in [(seed + k) % len(variants) for k in range(len(variants))]:  # another one first with each seed: a machine that warms up favours none
+            t = make(variants[i], seed, given)
+            t.set_steps(steps[i])
+            curve, tokens_per_s = t.run(args.points)
+            loss[i].append(curve[-1][2])
+            rate[i].append(tokens_per_s)
+            peak[i].append(t.peak.mib())
+            bits = curve[-1][2] / math.log(2) / data.bytes_per_token
+            record(args, model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=params[i],
+                   tokens=steps[i] * t.step_tokens, val_loss=curve[-1][2], bits_per_byte=bits, tokens_per_s=tokens_per_s, peak_mib=peak[i][-1],
+                   compiled=args.compile, dataset=data.name, bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), curve=curve)
+            print(f"seed {seed}  {texts[i] or 'default'}: {curve[-1][2]:.4f} nats a token, {tokens_per_s:,.0f} tokens/s", file=sys.stderr)
+            del t
+    rows = []
+    for i, text in enumerate(texts):
+        mean, error = paired(loss[i], loss[0])
+        rows.append((f"`{text or 'default'}`", f"{params[i]:,}", f"{steps[i]:,}", paper[i], f"{np.mean(loss[i]):.4f}",
+                     f"{np.mean(loss[i]) / math.log(2) / data.bytes_per_token:.4f}",
+                     "baseline" if i == 0 else f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}"),
+                     f"{np.median(rate[i]):,.0f}", peak[i][0] and f"{max(peak[i]):,.0f}"))
+    table(args, f"Equal {args.equal}, {args.seeds} seeds, {data.name}, {'compiled' if args.compile else 'not compiled'}",
+          ["variant", "parameters", "steps", "paper, its data and size", "validation loss, nats", "bits a byte", "difference ± standard error",
+           "tokens/s", "peak MiB"], rows)
+
+
+# -----------------------------------------------------------------------------
+# kernels: bytes are the floor, a plain copy of as much memory is what the floor is worth here
+
+
+def bench_kernels(argv):
+    """hadamard_affine against a dense product, alpha * x + beta and a copy; fo-pool against an LSTM, a loop and a copy. Share of copy: the
+    bytes that must move, over the time taken, over the same of a copy in the same run. One read and one write would be 1."""
+    gpu = torch.cuda.is_available()
+    args, m = start(
+        "kernels", bench_kernels.__doc__, argv,
+        ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072" if gpu else "768,1024,2048", help="d")),
+        ("rows", dict(type=int, default=65536 if gpu else 4096, help="rows of d numbers")),
+        ("pool", dict(type=names, default="16x1024x1024,1x16384x1024" if gpu else "16x128x256", help="fo-pool's shapes, BxTxH")),
+        ("rounds", dict(type=int, default=7, help="interleaved measurements of each")))
+    for d in args.widths:
+        try:
+            hadamard_matrix(d)
+        except ValueError as e:
+            die(f"--widths: {e}")
+    for shape in args.pool:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape):
+            die(f"--pool: {shape!r}: expected BxTxH, such as 16x1024x1024")
+    for d in args.widths:
+        affine_rows(args, m, d)
+    for shape in args.pool:
+        pool_rows(args, m, *map(int, shape.split("x")))
+
+
+def forward(f):
+    return torch.no_grad()(f)
+
+
+def both(f, weights):
+    "x, dy -> gradients of x and weights, through a forward pass"
+    def call(x, dy):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(f(x), (x, *weights), dy)
+    return call
+
+
+def shares(args, m, title, fields, forward, training, floors, compare_with, times={}):
+    "Time forward and forward + backward, print both. floors {name: elements that must move (forward, both)}, times {name: factor on its time}"
+    def measure(work):
+        turn = dict.fromkeys(work, 1)
+        if args.gpu:  # a turn in one CUDA graph: the device's time, not Python's. cuDNN's LSTM and the loop take long enough as they are.
+            turn = {k: 1 if k.startswith(("LSTM", "loop")) else f.turn for k, f in work.items()}
+            work = {k: f if turn[k] == 1 else captured(lambda f=f: [f(i) for i in range(f.turn)], m) for k, f in work.items()}
+        return {k: v / turn[k] * times.get(k, 1) for k, v in timed(work, m, args.rounds).items()}
+
+    t = [measure(work) for work in (forward, training)]
+    median = [{k: np.median(v) for k, v in s.items()} for s in t]
+    rows = []
+    for name in forward:
+        row = [name]
+        for i in range(2):
+            if name not in t[i]:
+                row += [None] * 3
+                continue
+            share = floors[name][i] / floors["copy"][0] * median[0]["copy"] / median[i][name] if name in floors else None
+            row += [spread(t[i][name]), share and f"{share:.2f}", f"{median[i][compare_with] / median[i][name]:.2f}" if compare_with in median[i] else None]
+            record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), share_of_copy=share, **fields)
+        rows.append(row)
+    speedup = f"times {compare_with}"
+    table(args, title, ["", "forward, ms", "share of copy", speedup, "forward + backward, ms", "share of copy", speedup], rows)
+
+
+def affine_rows(args, m, d):
+    h = next((c["n_head"] for c in SIZES.values() if c["n_embd"] == d), 1)
+
+    def random(*shape, grad=False, dtype=m.dtype):
+        return torch.randn(shape, device=m.device).to(dtype).requires_grad_(grad)
+
+    x, dy = ring(lambda: random(args.rows, d)), ring(lambda: random(args.rows, d))
+    y = ring(lambda: random(args.rows, d))
+    alpha, beta = random(d, grad=True, dtype=torch.float32), random(d, grad=True, dtype=torch.float32)  # as in training: fp32 beside 16-bit rows
+    low = [t.detach().to(m.dtype).requires_grad_() for t in (alpha, beta)]
+    W, b = (random(d, d) * d ** -0.5).requires_grad_(), random(d, grad=True)
+    layers = {"dense": (lambda x: F.linear(x, W, b), (W, b)), "identity": (lambda x: torch.addcmul(low[1], x, low[0]), low),
+              "hadamard": (lambda x: hadamard_affine(x, alpha, beta, h), (alpha, beta))}
+    if h > 1:
+        layers["head_hadamard"] = (lambda x: hadamard_affine(x, alpha, beta, h, heads_only=True), (alpha, beta))
+
+    copy = in_turn(lambda x, y: y.copy_(x), x, y)
+    N = args.rows * d  # forward: x read, y written; backward: x and dy read, dx written
+    shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
+           dict(op="affine", d=d, rows=args.rows, n_head=h),
+           dict(copy=copy) | {k: in_turn(forward(f), x) for k, (f, _) in layers.items()},
+           {k: in_turn(both(f, w), x, dy) for k, (f, w) in layers.items()},
+           dict(copy=(2 * N,)) | dict.fromkeys(layers, (2 * N, 5 * N)), "dense")
+
+
+def pool_loop(gates):
+    "fo-pooling as plain autograd sees it, one node an operation and step"
+    z, f, o = gates.chunk(3, -1)
+    z, f, o, c, h = z.tanh(), f.sigmoid(), o.sigmoid(), 0, []
+    for t in range(gates.size(1)):
+        c = f[:, t] * c + (1 - f[:, t]) * z[:, t]
+        h.append(o[:, t] * c)
+    return torch.stack(h, 1)
+
+
+def pool_rows(args, m, B, T, H):
+    short = min(T, 64)
+    torch.manual_seed(0)
+    qrnn = QRNN(SHAQConfig(n_embd=H)).to(m.device, m.dtype)
+    lstm = torch.nn.LSTM(H, H, batch_first=True).to(m.device, m.dtype)
+    gates, x, dh = (ring(lambda n=n: torch.randn(B, T, n, device=m.device).to(m.dtype)) for n in (3 * H, H, H))
+    slow = "loop" if short == T else f"loop, {T / short:g} times {short} steps"
+    layers = {"fo-pool": (lambda g: qrnn_pool(g)[0], gates, ()), "QRNN layer (product and fo-pool)": (lambda x: qrnn(x)[0], x, tuple(qrnn.parameters())),
+              "LSTM layer" + (" (cuDNN)" if args.gpu else ""): (lambda x: lstm(x)[0], x, tuple(lstm.parameters())),
+              slow: (pool_loop, [g[:, :short].contiguous() for g in gates], ())}
+    grads = {slow: [g[:, :short].contiguous() for g in dh]}
+
+    n, turns = B * T * H, {k: min(len(r), len(dh)) for k, (_, r, _) in layers.items()}
+    shares(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does", dict(op="fo_pool", B=B, T=T, H=H),
+           dict(copy=in_turn(lambda x, y: y.copy_(x), x, dh)) | {k: in_turn(forward(f), r[:turns[k]]) for k, (f, r, _) in layers.items()},
+           {k: in_turn(both(f, w), r[:turns[k]], grads.get(k, dh)) for k, (f, r, w) in layers.items()},
+           # three logits read, h written; backward: logits and dh read, three gradients written
+           {"copy": (2 * n,), "fo-pool": (4 * n, 11 * n), slow: (4 * n, 11 * n)}, next(k for k in layers if "LSTM" in k), {slow: T / short})
+
+
+# -----------------------------------------------------------------------------
+# prefill and decode: [1, tables 3 and 4]
+
+
+def inference_model(size, out, m, length):
+    "A GPT with random weights in m.dtype, made on the device: 5.6e9 of them would take minutes on a CPU"
+    torch.manual_seed(0)
+    with torch.device(m.device):
+        model = GPT(GPTConfig(**SIZES[size] | dict(attn_out=out, block_size=max(length, SIZES[size].get("block_size", 1024)))))
+    for p in model.parameters():  # not model.to(), which would round the tables of angles too
+        p.requires_grad_(False)
+        p.data = p.data.to(m.dtype)
+    if m.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return model.eval()
+
+
+def gains(t):
+    "{variant: seconds} -> {variant: (gain in throughput over dense, share of the gain that identity attains)}"
+    best = t["dense"] - t["identity"]
+    return {k: (t["dense"] / v - 1, (t["dense"] - v) / best if best > 0 and k not in ("dense", "identity") else None) for k, v in t.items()}
+
+
+def speed_flags(gpu, batch, T):
+    return (("sizes", dict(type=names, default="tiny,small,base,large" if gpu else "nano", help=", ".join(SIZES))),
+            ("batch", dict(type=numbers, default=batch, help="one or a list")), ("T", dict(type=numbers, default=T, help="tokens of the prompt, one or a list")),
+            ("compile", dict(type=names, default="0,1" if gpu else "0", help="0, 1 or 0,1: torch.compile without and with")),
+            ("runs", dict(type=int, default=3, help="latency is their mean and standard deviation")))
+
+
+def cases(args):
+    known("--sizes", args.sizes, [s for s, c in SIZES.items() if "mlp" not in c])
+    known("--compile", args.compile, ["0", "1"])
+    if min(args.batch + args.T) < 1:
+        die("--batch and --T: expected 1 or more")
+    return [(size, B, T, c == "1") for size in args.sizes for c in args.compile for B in args.batch for T in args.T]
+
+
+@torch.no_grad()
+def bench_prefill(argv):
+    """A prompt through the model, logits of every position out, as the memory of the paper's table 3 says that it did. Share of the gain: of
+    what identity, no mix at all, gains over dense, how much the variant does."""
+    gpu = torch.cuda.is_available()
+    args, m = start("prefill", bench_prefill.__doc__, argv, *speed_flags(gpu, "1024" if gpu else "8", "64" if gpu else "128"))
+    rows = []
+    for size, B, T, compiled in cases(args):
+        if compiled:
+            fresh_compiler()
+        work, peak, models = {}, {}, {}
+        for out in OUTS:
+            p = Peak(m)
+            models[out] = model = inference_model(size, out, m, T)
+            if compiled:
+                model.compile()
+            idx = ring(lambda: torch.randint(GPTConfig.vocab_size, (B, T), device=m.device))
+            work[out] = lambda i, model=model, idx=idx: model(idx[i % len(idx)])
+            work[out](0)
+            p.forget()  # making the model and compiling it took more than running it does
+            work[out](1)
+            peak[out] = p.mib()
+        t = timed(work, m, args.runs, least=0.0)
+        gain = gains({k: v.mean() for k, v in t.items()})
+        for i, (out, v) in enumerate(t.items()):
+            paper = PREFILL.get(size, ())[i:i + 1] if (B, T) == (1024, 64) and i < 2 else ()
+            paper_gain = PREFILL[size][1][1] / PREFILL[size][0][1] - 1 if paper and i == 1 else None
+            rows.append((size, f"{B} x {T}", "compiled" if compiled else "eager", out, paper[0][0] if paper else None,
+                         f"{v.mean() * 1e3:.3f} ± {v.std(ddof=1) * 1e3 if len(v) > 1 else 0:.3f}",
+                         signed(v.mean() * 1e3 - paper[0][0], suffix=" ms") if paper else None, f"{B * T / v.mean():,.0f}",
+                         paper[0][1] if paper else None, paper_gain and f"{paper_gain:+.1%}", f"{gain[out][0]:+.1%}",
+                         gain[out][1] and f"{gain[out][1]:.2f}", paper[0][2] if paper else None, peak[out] and f"{peak[out]:,.0f}"))
+            record(args, size=size, batch=B, T=T, compiled=compiled, variant=out, seconds=v.tolist(), tokens_per_s=B * T / v.mean(),
+                   gain=gain[out][0], share=gain[out][1], peak_mib=peak[out])
+        del work, models, model
+    table(args, "Prefill", ["size", "batch x T", "", "variant", "paper, ms", "measured, ms", "difference", "tokens/s", "paper, tokens/s", "paper's gain",
+                            "gain", "share of identity's gain", "paper, MB", "peak MiB"], rows)
+
+
+@torch.no_grad()
+def bench_decode(argv):
+    """Greedy decoding with a static KV cache. First token: the prompt through the model. Then --new_tokens steps, on a GPU launched one
+    kernel after another (eager) and captured whole in a CUDA graph. Floor: every weight and the cached keys and values read once a step,
+    at the bandwidth of a copy in this run."""
+    gpu = torch.cuda.is_available()
+    args, m = start("decode", bench_decode.__doc__, argv, *speed_flags(gpu, "2048" if gpu else "8", "1" if gpu else "32"),
+                    ("new_tokens", dict(type=int, default=64 if gpu else 16, help="steps after the first token")))
+    n, rows, copy = args.new_tokens, [], bandwidth(m)
+    if n < 1:
+        die(f"--new_tokens={n}: expected 1 or more")
+    for size, B, T, compiled in cases(args):
+        if compiled:
+            fresh_compiler()
+        first, eager, graph, peak, models, cache = {}, {}, {}, {}, {}, None
+        idx = torch.randint(GPTConfig.vocab_size, (B, T), device=m.device)
+        for out in OUTS:
+            p = Peak(m)
+            models[out] = model = inference_model(size, out, m, T + n)
+            if cache is None:  # of one shape for all variants: they share it, or four would not fit
+                cache = model.new_cache(B, T + n)
+            hidden = torch.compile(model.hidden) if compiled else model.hidden
+
+            def prompt(i=0, model=model, hidden=hidden):
+                return model.lm_head(hidden(idx, cache)[:, -1]).argmax(-1, keepdim=True)        # (B, 1)
+
+            def steps(i=0, model=model, hidden=hidden, token=idx[:, -1:].clone()):
+                for pos in range(T, T + n):
+                    token = model.lm_head(hidden(token, cache, pos)[:, 0]).argmax(-1, keepdim=True)  # (B, 1)
+
+            prompt(), steps()
+            p.forget()
+            prompt(), steps()
+            peak[out] = p.mib() and p.mib() + (0 if out == "dense" else sum(c.nbytes for c in cache) / 2**20)
+            first[out], eager[out] = prompt, steps
+            if args.gpu:
+                graph[out] = captured(steps, m)
+        t_first = timed(first, m, args.runs, least=0.0)
+        kv = sum(c.nbytes for c in cache) * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
+        for mode, work in (("eager", eager), ("graph", graph)):
+            t = {k: v / n for k, v in timed(work, m, args.runs, least=0.0).items()}
+            gain = gains({k: v.mean() for k, v in t.items()}) if t else {}
+            for i, (out, v) in enumerate(t.items()):
+                floor = (sum(q.nbytes for q in models[out].parameters()) + kv) / copy
+                ours = B / v.mean()
+                both = {(2048, 64): [r[1] for r in DECODE.get(size, ())], (1024, 16): DECODE_V1.get(size, ())}.get((B, n), ())
+                paper = both[i] if both and i < 2 else None
+                rows.append((size, f"{B} x {T} + {n}", f"{'compiled, ' if compiled else ''}{mode}", out, paper and f"{paper:,}", f"{ours:,.0f}",
+                             paper and f"{ours / paper:.2f} times", f"{t_first[out].mean() * 1e3:.3f}",
+                             f"{v.mean() * 1e3:.3f} ± {v.std(ddof=1) * 1e3 if len(v) > 1 else 0:.3f}", f"{floor * 1e3:.3f}", f"{floor / v.mean():.2f}",
+                             f"{both[1] / both[0] - 1:+.1%}" if both and i == 1 else None, f"{gain[out][0]:+.1%}",
+                             gain[out][1] and f"{gain[out][1]:.2f}", peak[out] and f"{peak[out]:,.0f}"))
+                record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(), tokens_per_s=ours,
+                       seconds_first=t_first[out].tolist(), floor=floor, gain=gain[out][0], share=gain[out][1], peak_mib=peak[out])
+        del first, eager, graph, models, model, cache, prompt, steps, hidden, work
+    table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
+        "size", "batch x prompt + new", "", "variant", "paper, tokens/s", "tokens/s", "difference", "first token, ms", "then ms a token", "floor, ms",
+        "share of floor", "paper's gain", "gain", "share of identity's gain", "peak MiB"], rows)
+
+
+# -----------------------------------------------------------------------------
+# train: speed of whole steps
+
+
+def random_text(vocab_size, n):
+    "A data set of random tokens: speed does not hang on the text, and none need be prepared"
+    tokens = np.random.default_rng(0).integers(0, vocab_size, n)
+    return SimpleNamespace(name="random", train=tokens, val=tokens[:n // 10], vocab_size=vocab_size, bytes_per_token=1.0)
+
+
+def bench_train(argv):
+    "Forward, backward and update of every variant of the three models on random tokens, interleaved: their ratios are of the same minutes."
+    gpu = torch.cuda.is_available()
+    args, m = start(
+        "train", bench_train.__doc__, argv,
+        ("sizes", dict(type=names, default="tiny" if gpu else "nano", help="of the four output projections")),
+        ("models", dict(type=names, default="gpt,book,shaq", help="which of the papers")),
+        ("presets", dict(type=names, default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq", help="of SHAQ")),
+        ("set", dict(default="", help="name=value,.. for the GPTs (on a CPU the two books are 4 layers of 256 where not given)")),
+        ("shaq_set", dict(default="", help="the same for SHAQ")),
+        ("compile", dict(type=flag01, default=gpu, help="torch.compile the GPTs")), ("rounds", dict(type=int, default=5 if gpu else 3, help="steps of each that are timed")))
+    known("--models", args.models, ["gpt", "book", "shaq"])
+    known("--sizes", args.sizes, SIZES)
+    known("--presets", args.presets, SHAQ_PRESETS)
+    peak, source = peak_flops(m)
+    common, shaq = settings("gpt", args.set, "--set"), settings("shaq", args.shaq_set, "--shaq_set")
+    # a book's recipe names fp32; here it runs in the precision of the table's caption. Four heads keep [2]'s head width when the model shrinks.
+    less = {} if gpu or args.set else dict(n_layer=4, n_embd=256)
+    groups = [("gpt", {f"{s}, {o}": dict(size=s, attn_out=o) | common for o in OUTS}) for s in args.sizes if "gpt" in args.models]
+    if "book" in args.models:
+        book = {"gpt2_book": dict(size="gpt2_book") | less | (dict(n_head=4) if less else {}), "dva_book": dict(size="dva_book") | less,
+                "dva_book, outer form": dict(size="dva_book", attn="dva_outer") | less}
+        groups.append(("gpt", {k: v | {n: c for n, c in common.items() if n != "n_head" or v["size"] == "gpt2_book"} for k, v in book.items()}))
+    if "shaq" in args.models:
+        groups.append(("shaq", {p: dict(preset=p) | shaq for p in args.presets}))
+    rows, ratios = [], []
+    for kind, variants in groups:
+        if args.compile and kind == "gpt":
+            fresh_compiler()
+        data, trainers = random_text(205 if kind == "shaq" else common.get("vocab_size", 50257), 400_000), {}
+        memory = {}
+        for name, v in variants.items():
+            trainers[name] = t = Trainer(kind, v, data, m, 1, compiled=args.compile)
+            t.step(0)
+            t.peak.forget()
+            t.step(1)
+            memory[name] = t.peak.mib()
+            if kind == "shaq":  # full memory from here on: what a long run sees
+                for i in range(min(8, math.ceil(t.model.config.mem_len / t.T)) if args.gpu else 0):
+                    t.step(2 + i)
+        seconds, tokens = {}, {n: t.step_tokens for n, t in trainers.items()}
+        if kind == "shaq":  # windows differ in length, but step i of all variants is the same window
+            tokens = {n: sum(train_shaq.window_length(1, i, t.T) for i in range(3, 3 + args.rounds)) / args.rounds * t.B for n, t in trainers.items()}
+        seconds = timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0)
+        for name, s in seconds.items():
+            mid, t = (s.mean() if kind == "shaq" else np.median(s)), trainers[name]
+            rate = tokens[name] / mid
+            hours = ABLATIONS[name][0] if kind == "shaq" else None
+            paper = 90e6 / (hours * 3600) if hours else None
+            rows.append((name, f"{t.params:,}", f"{tokens[name]:,.0f}", "compiled" if args.compile and kind == "gpt" else "eager", spread(s),
+                         paper and f"{paper:,.0f}", f"{rate:,.0f}", paper and f"{rate / paper:.2f} times", f"{rate * t.flops / peak:.1%}",
+                         memory[name] and f"{memory[name]:,.0f}"))
+            record(args, model=kind, variant=name, seconds=s.tolist(), tokens=tokens[name], tokens_per_s=rate, mfu=rate * t.flops / peak,
+                   peak_mib=memory[name], params=t.params, compiled=args.compile and kind == "gpt")
+        ratio = {n: tokens[n] / (s.mean() if kind == "shaq" else np.median(s)) for n, s in seconds.items()}
+        base = next(iter(ratio))
+        for name in list(ratio)[1:]:
+            paper = ABLATIONS[base][0] / ABLATIONS[name][0] if kind == "shaq" and ABLATIONS[base][0] and ABLATIONS[name][0] else None
+            if name == "dva_book":
+                paper = 1 / (1 - 0.376)  # 15 min 47 s -> 9 min 51 s
+            x = ratio[name] / ratio[base]
+            ratios.append((f"{name} against {base}", paper and f"{paper:.2f}", f"{x:.2f}", signed(x - paper if paper else None), f"{1 / x - 1:+.1%}"))
+        del trainers, t
+    table(args, f"Training steps; MFU against {peak / 1e12:.3g} TFLOP/s, {source}", [
+        "model", "parameters", "tokens a step", "", "ms", "paper (V100), tokens/s", "tokens/s", "difference", "MFU", "peak MiB"], rows)
+    table(args, "Speed ratios of the same run", ["", "paper", "measured", "difference", "time"], ratios)
+
+
+# -----------------------------------------------------------------------------
+# scaling: [1, figures 4 and 5]
+
+
+def slope(x, y):
+    "Fit log y = a + s log x -> (s, its standard error from the residuals; None for two points), (s, a)"
+    line = np.polyfit(np.log(x), np.log(y), 1)
+    error = np.polyfit(np.log(x), np.log(y), 1, cov=True)[1][0, 0] ** 0.5 if len(x) > 3 else None
+    return line[0], error, line
+
+
+def bench_scaling(argv):
+    """Each size trained on 20 tokens a parameter; loss against compute (6 N D, as the paper counts), and the exponent of loss ~ C^s. Its error: from
+    the residuals of the fit, and by resampling seeds (runs of one seed share data and initial values, so differences are paired)."""
+    gpu = torch.cuda.is_available()
+    args, m = start(
+        "scaling", bench_scaling.__doc__, argv,
+        ("sizes", dict(type=names, default="tiny,small" if gpu else "2x16,2x24,2x32,2x48", help="names of sizes, or layers x width")),
+        ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
+        ("set", dict(default="", help="name=value,.. for all (on a CPU batches of 2048 tokens, T 128, where not given)")),
+        ("tokens_per_param", dict(type=float, default=20.0, help="compute-optimal: 20")), ("seeds", dict(type=int, default=1, help="how many")),
+        ("seed", dict(type=int, default=1, help="the first")), ("compile", dict(type=flag01, default=gpu, help="torch.compile")))
+    common = settings("gpt", args.set or ("" if gpu else "block_size=128,batch_tokens=2048,lr=4e-3,min_lr=4e-4,eval_tokens=65536"), "--set")
+    known("--variants", args.variants, OUTS)
+    sizes = {}
+    for name in args.sizes:
+        if shape := re.fullmatch(r"(\d+)x(\d+)", name):
+            sizes[name] = dict(size="nano", n_layer=int(shape[1]), n_embd=int(shape[2]), n_head=4)
+        else:
+            known("--sizes", [name], SIZES)
+            sizes[name] = dict(size=name)
+    if len(sizes) < 2 or args.seeds < 1:
+        die("scaling needs two sizes or more and one seed or more")
+    if args.compile:
+        fresh_compiler()
+    data = ensure(common.get("dataset", "pysource"), common.get("data_dir", "data"))
+    seeds, loss, compute, rows = range(args.seed, args.seed + args.seeds), {}, {}, []
+    for size, shape in sizes.items():
+        for seed in seeds:
+            given = {}
+            for out in args.variants:
+                t = Trainer("gpt", shape | common | dict(attn_out=out), data, m, seed, given, args.compile)
+                given = given or t.initial
+                t.set_steps(max(1, round(args.tokens_per_param * t.params / t.step_tokens)))
+                t.warmup = min(t.warmup, t.steps // 10)
+                if t.steps * t.step_tokens > 4 * len(data.train):
+                    print(f"note: {size} reads {data.name}'s {len(data.train):,} tokens {t.steps * t.step_tokens / len(data.train):.1f} times", file=sys.stderr)
+                curve, rate = t.run()
+                loss[out, size, seed], compute[out, size] = curve[-1][2], 6 * t.params * t.steps * t.step_tokens
+                record(args, size=size, variant=out, seed=seed, params=t.params, tokens=t.steps * t.step_tokens, compute=compute[out, size],
+                       val_loss=curve[-1][2], tokens_per_s=rate, dataset=data.name, curve=curve)
+                print(f"{size} {out} seed {seed}: {t.params:,} parameters, {t.steps:,} steps, {curve[-1][2]:.4f} nats a token", file=sys.stderr)
+        for out in args.variants:
+            mean, error = paired([loss[out, size, s] for s in seeds], [loss[args.variants[0], size, s] for s in seeds])
+            i = 0 if out == "dense" else 1
+            paper = PERPLEXITY[size][1 + i] if size in PERPLEXITY and out in OUTS[:2] else None
+            ours = np.mean([loss[out, size, s] for s in seeds])
+            rows.append((size, out, f"{compute[out, size]:.3g}", paper and f"{paper:.2f}", f"{math.exp(ours):.2f}", signed(paper and math.exp(ours) - paper),
+                         f"{ours:.4f}", None if out == args.variants[0] else f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}")))
+    table(args, f"Compute-optimal runs, {args.tokens_per_param:g} tokens a parameter, {data.name}, {args.seeds} seeds",
+          ["size", "variant", "FLOPs", "paper's perplexity", "perplexity", "difference", "loss, nats a token", f"against {args.variants[0]}"], rows)
+    rows, draws = [], np.random.default_rng(0).choice(list(seeds), (1000, args.seeds))
+    fits = {}
+    for out in args.variants:
+        C = [compute[out, size] for size in sizes]
+        s, error, _ = slope(C, [np.mean([loss[out, z, k] for k in seeds]) for z in sizes])
+        fits[out] = np.array([slope(C, [np.mean([loss[out, z, k] for k in draw]) for z in sizes])[0] for draw in draws])
+        boot = fits[out].std() if args.seeds > 1 else None
+        against = fits[out] - fits[args.variants[0]]
+        paper = slope(*zip(*((c, math.log(p[OUTS.index(out)])) for c, *p in PERPLEXITY.values())))[0] if out in OUTS[:2] else None
+        rows.append((out, paper and f"{paper:.4f}", f"{s:.4f}", signed(paper and s - paper, "{:+.4f}"), error and f"{error:.4f}", boot and f"{boot:.4f}",
+                     None if out == args.variants[0] or boot is None else f"{against.mean():+.4f} ± {against.std():.4f}"))
+        record(args, variant=out, exponent=s, error=error, bootstrap=boot, sizes=list(sizes))
+    table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities, on other data", [
+        "variant", "paper", "measured", "difference", "standard error of the fit", "over seeds", f"against {args.variants[0]}, over seeds"], rows)
+
+
+# -----------------------------------------------------------------------------
+# eval: log-likelihoods for EleutherAI's lm_eval, which has prompts, data and scores
+
+
+class Scorer:
+    """
+    The three requests of lm_eval.api.model.LM for a GPT; a request carries its strings in .args. prefix is the token before everything where
+    there is no context: <|endoftext|>, or a newline for bytes. Log-likelihoods are summed over the continuation's tokens, in fp32.
+    """
+
+    def __init__(self, model, tokenizer, m, batch=16):
+        super().__init__()
+        self.gpt, self.tokenizer, self.m, self.batch = model.to(m.device).eval(), tokenizer, m, batch
+        self.prefix, self.length = 50256 if tokenizer == "gpt2" else 10, model.config.block_size
+
+    def pair(self, context, continuation):
+        "Strings -> tokens of both. They are encoded together; spaces that end the context go to the continuation, where GPT-2's tokens have them."
+        n = len(context.rstrip())
+        context, continuation = context[:n], context[n:] + continuation
+        if not context:
+            return [self.prefix], encode(self.tokenizer, continuation)
+        c = encode(self.tokenizer, context)
+        return c, encode(self.tokenizer, context + continuation)[len(c):]
+
+    @torch.no_grad()
+    def score(self, pairs):
+        "[(context tokens, continuation tokens)] -> [(log-likelihood, whether each token is the likeliest)], batched by length"
+        out = [(0.0, True)] * len(pairs)
+        order = sorted((i for i in range(len(pairs)) if pairs[i][1]), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
+        for a in range(0, len(order), self.batch):
+            rows = []
+            for i in order[a:a + self.batch]:
+                c, t = pairs[i]
+                if len(t) > self.length:
+                    die(f"a continuation of {len(t)} tokens does not fit this model's block_size of {self.length}")
+                rows.append((c + t)[-(self.length + 1):][:-1])
+            x = torch.tensor([r + [self.prefix] * (len(rows[0]) - len(r)) for r in rows], device=self.m.device)  # padded on the right: causal
+            with self.m.autocast():
+                logits = self.gpt(x)                                                         # (B, T, V)
+            for i, r, z in zip(order[a:a + self.batch], rows, logits):
+                t = torch.tensor(pairs[i][1], device=self.m.device)
+                lp = z[len(r) - len(t):len(r)].float().log_softmax(-1)
+                out[i] = lp.gather(1, t[:, None]).sum().item(), bool((lp.argmax(-1) == t).all())
+        return out
+
+    def loglikelihood(self, requests):
+        return self.score([self.pair(*r.args) for r in requests])
+
+    def loglikelihood_rolling(self, requests):
+        "Whole texts: each token once, in windows of block_size tokens, the last of them filled up with context"
+        pairs, owner = [], []
+        for k, r in enumerate(requests):
+            t = [self.prefix] + encode(self.tokenizer, r.args[0])
+            for at in range(1, len(t), self.length):
+                end = min(at + self.length, len(t))
+                pairs.append((t[max(0, end - 1 - self.length):at], t[at:end]))
+                owner.append(k)
+        out = [0.0] * len(requests)
+        for k, (lp, _) in zip(owner, self.score(pairs)):
+            out[k] += lp
+        return out
+
+    def generate_until(self, requests):
+        "Greedy, up to max_gen_toks tokens (256), cut before the first of the until strings"
+        out = []
+        for r in requests:
+            context, how = r.args
+            ids = torch.tensor([encode(self.tokenizer, context) or [self.prefix]], device=self.m.device)
+            new = self.gpt.generate(ids, int(how.get("max_gen_toks", 256)), temperature=0)[0, ids.size(1):].tolist()
+            text = decode_text(self.tokenizer, [t for t in new if t < (50257 if self.tokenizer == "gpt2" else 256)])
+            until = how.get("until") or []
+            for stop in [until] if isinstance(until, str) else until:
+                text = text.split(stop)[0] if stop else text
+            out.append(text)
+        return out
+
+
+def bench_eval(argv):
+    "Zero-shot tasks by EleutherAI's lm_eval (pip install lm_eval): its prompts, its data, its scores. --include_path has tasks of your own, offline."
+    args, m = start("eval", bench_eval.__doc__, argv, ("ckpt", dict(default="out/gpt/ckpt.pt", help="checkpoint of train_gpt.py")),
+                    ("tasks", dict(type=names, default="piqa,hellaswag,openbookqa,arc_easy,blimp", help="names that lm_eval knows")),
+                    ("include_path", dict(help="folder with task files (YAML) of your own")),
+                    ("limit", dict(type=int, help="only so many questions of each")), ("batch", dict(type=int, default=16, help="sequences at a time")))
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.api.model import LM
+        from lm_eval.tasks import TaskManager
+    except ImportError as e:
+        die(f"eval needs EleutherAI's harness ({e.name or e} is missing): pip install lm_eval")
+    try:
+        ckpt = load_checkpoint(args.ckpt, "GPT")
+    except ValueError as e:
+        die(e)
+
+    class Harness(Scorer, LM):
+        pass
+
+    tasks = TaskManager(include_path=args.include_path)
+    unknown = [t for t in args.tasks if t not in tasks.all_tasks]
+    if unknown:
+        die(f"--tasks: lm_eval knows no {unknown[0]!r}{nearest(unknown[0], tasks.all_tasks)}; tasks of your own: --include_path=FOLDER")
+    try:
+        found = simple_evaluate(Harness(model_of(ckpt), ckpt["data"]["tokenizer"], m, args.batch), tasks=args.tasks, task_manager=tasks, limit=args.limit,
+                                bootstrap_iters=0, log_samples=False)
+    except (OSError, ConnectionError) as e:
+        die(f"lm_eval could not load its data ({str(e).splitlines()[0]}): download it once where there is a network, or give --include_path")
+    size, i, rows = ckpt["settings"].get("size"), int(ckpt["config"]["attn_out"] != "dense"), []
+    for task in args.tasks:
+        for key, value in sorted((found.get("groups", {}).get(task) or found["results"][task]).items()):
+            metric = key.removesuffix(",none")
+            if not isinstance(value, float) or "stderr" in metric:
+                continue
+            paper = ZERO_SHOT.get(size, {}).get(task, (None, None))[i] if metric.startswith("acc") else None
+            n = found.get("n-samples", {}).get(task, {}).get("effective")
+            rows.append((task, metric, n, paper, f"{100 * value:.1f}" if metric.startswith("acc") else f"{value:.4f}", signed(paper and 100 * value - paper, "{:+.1f}")))
+            record(args, ckpt=args.ckpt, size=size, variant=ckpt["config"]["attn_out"], task=task, metric=metric, value=value, n=n)
+    table(args, f"Zero-shot, {args.ckpt}; the paper's percentages are of its own training runs", ["task", "metric", "questions", "paper, %", "measured", "difference"], rows)
+
+
+# -----------------------------------------------------------------------------
+# plot: figures from the records
+
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442"]  # Okabe and Ito's, for all eyes
+MARKS = "osD^vPX*"
+
+
+def records(folder, what, run_at):
+    "Records of one command, of its last run or of the run that began at run_at; [] if there are none"
+    path = os.path.join(folder, f"{what}.jsonl")
+    if not os.path.exists(path):
+        return []
+    rows = []
+    with open(path, encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                print(f"note: {path}, line {number} is cut short; left out", file=sys.stderr)
+    run_at = run_at or (rows[-1]["run"] if rows else None)
+    return [r for r in rows if r["run"] == run_at]
+
+
+def bench_plot(argv):
+    """The papers' figures from out/bench/*.jsonl: loss against steps, FLOPs and time; loss against compute with fits; speed-up over batch and
+    length; decoding throughput against batch; bits a byte against time for SHA-RNN's ablations. The papers' points are hollow. Needs matplotlib."""
+    parser = Parser(prog="bench.py plot", description=bench_plot.__doc__)
+    parser.add_argument("--records", default="out/bench", help="folder of the JSONL files")
+    parser.add_argument("--assets", default="assets", help="folder for the figures")
+    parser.add_argument("--what", type=names, default="compare,scaling,prefill,decode", help="which records")
+    parser.add_argument("--run", help="the run, by its time as it stands in the records (default the last of each file)")
+    parser.add_argument("--format", type=names, default="png", help="png, svg or both")
+    args = parser.parse_args(argv)
+    figures = dict(compare=plot_compare, scaling=plot_scaling, prefill=plot_heatmap, decode=plot_decode)
+    known("--what", args.what, figures)
+    known("--format", args.format, ["png", "svg"])
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        die("plot needs matplotlib: pip install matplotlib")
+    plt.rcParams |= {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "0",
+                     "legend.frameon": False}
+    os.makedirs(args.assets, exist_ok=True)
+    made = 0
+    for what in args.what:
+        rows = records(args.records, what, args.run)
+        for name, fig in figures[what](plt, rows) if rows else ():
+            fig.text(0, -0.03, f"{rows[0]['hardware']}, {rows[0]['run'][:10]}", fontsize=6, color="0.4")
+            for kind in args.format:
+                path = os.path.join(args.assets, f"{name}.{kind}")
+                fig.savefig(path, dpi=150, bbox_inches="tight", metadata={"Date": None} if kind == "svg" else None)
+                print(path)
+            plt.close(fig)
+            made += 1
+    if not made:
+        die(f"{args.records} holds no records to plot of {', '.join(args.what)}: run python bench.py {args.what[0]} first")
+
+
+def plot_compare(plt, rows):
+    "Validation loss of each variant, mean over seeds with its standard error, against three measures of cost; SHAQ's ablations once more"
+    variants = {r["index"]: r["variant"] or "default" for r in rows}
+    fig, axes = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
+    for i, name in sorted(variants.items()):
+        curves = np.array([[[p[0], p[3], p[4], p[2]] for p in r["curve"]] for r in rows if r["index"] == i], dtype=float)  # (seeds, points, 4)
+        mean, error = curves.mean(0), curves[..., 3].std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else None
+        for ax, x in zip(axes, mean.T[:3]):
+            ax.plot(x, mean[:, 3], color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, label=name)
+            if error is not None:
+                ax.fill_between(x, mean[:, 3] - error, mean[:, 3] + error, color=COLORS[i % 8], alpha=0.2, lw=0)
+        if i:
+            d, e = paired(*([r["val_loss"] for r in sorted(rows, key=lambda r: r["seed"]) if r["index"] == k] for k in (i, 0)))
+            axes[3].errorbar(d, len(variants) - i, xerr=e, color=COLORS[i % 8], marker=MARKS[i % 8], capsize=4)
+    for ax, label in zip(axes, ("steps", "FLOPs", "seconds in training steps")):
+        ax.set(xlabel=label, ylabel="validation loss, nats a token")
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    axes[3].axvline(0, color=COLORS[0])
+    axes[3].set(xlabel=f"final loss minus that of {variants[0]}, nats\n(mean and standard error over seeds)",
+                yticks=[len(variants) - i for i in sorted(variants) if i], yticklabels=[variants[i] for i in sorted(variants) if i])
+    yield "compare" if rows[0]["model"] == "gpt" else "compare_shaq", fig
+    if rows[0]["model"] == "shaq":
+        fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+        presets = {r["preset"]: i for i, r in enumerate(sorted(rows, key=lambda r: -r["index"]))}
+        for k, p in enumerate(sorted(presets)):
+            mine = [r for r in rows if r["preset"] == p]
+            style = dict(color=COLORS[k % 8], marker=MARKS[k % 8], ls="", label=p)
+            axes[0].plot([r["curve"][-1][4] / 60 for r in mine], [r["bits_per_byte"] for r in mine], **style)
+            if ABLATIONS[p][0]:
+                axes[1].plot(ABLATIONS[p][0] * 32, ABLATIONS[p][2], **style, mfc="none")
+        axes[0].set(xlabel="minutes of training", ylabel="bits a byte", title=f"measured, {rows[0]['dataset']}")
+        axes[1].set(xlabel="hours of training (V100)", ylabel="bits a byte", title="paper, enwik8 test, 32 epochs")
+        axes[0].legend()
+        yield "ablations", fig
+
+
+def plot_scaling(plt, rows):
+    "Loss against compute, log-log, each variant's fit; the paper's three sizes beside it, on their own data"
+    rows = [r for r in rows if "val_loss" in r]
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for i, out in enumerate(dict.fromkeys(r["variant"] for r in rows)):
+        points = {}
+        for r in rows:
+            if r["variant"] == out:
+                points.setdefault(r["compute"], []).append(r["val_loss"])
+        paper = [(c, math.log(p[OUTS.index(out)])) for c, *p in PERPLEXITY.values()] if out in OUTS[:2] else []
+        for ax, xy, fill in ((axes[0], [(c, np.mean(v)) for c, v in sorted(points.items())], COLORS[i]), (axes[1], paper, "none")):
+            if len(xy) > 1:
+                x, y = np.array(xy).T
+                s, _, line = slope(x, y)
+                ax.loglog(x, y, color=COLORS[i], marker=MARKS[i], mfc=fill, ls="", label=f"{out}, loss ~ FLOPs^{s:.3f}")
+                ax.loglog(x, np.exp(np.polyval(line, np.log(x))), color=COLORS[i], lw=1)
+    for ax, title in zip(axes, (f"measured, {rows[0]['dataset']}", "paper")):
+        ax.set(xlabel="FLOPs (6 N D)", ylabel="validation loss, nats a token", title=title)
+        ax.yaxis.set_major_formatter("{x:.2f}")
+        ax.yaxis.set_minor_formatter("{x:.2f}")
+        ax.xaxis.set_minor_formatter("")
+        ax.legend()
+    yield "scaling", fig
+
+
+def plot_heatmap(plt, rows):
+    "Gain in throughput of hadamard over dense, batch by length (v1's figure); with one batch only, against length"
+    for size, compiled in dict.fromkeys((r["size"], r["compiled"]) for r in rows):
+        mine = [r for r in rows if (r["size"], r["compiled"]) == (size, compiled)]
+        batches, lengths = (sorted({r[k] for r in mine}) for k in ("batch", "T"))
+        title, name = f"{size}, {'compiled' if compiled else 'eager'}", f"prefill_{size}{'_compiled' if compiled else ''}"
+        if len(batches) > 1 and len(lengths) > 1:
+            shown = [o for o in ("hadamard", "head_hadamard", "identity") if any(r["variant"] == o for r in mine)]
+            fig, axes = plt.subplots(1, len(shown), figsize=(5 * len(shown), 4), layout="constrained", squeeze=False)
+            limit = max(abs(r["gain"]) for r in mine) * 100 or 1
+            for ax, out in zip(axes[0], shown):
+                gain = {(r["batch"], r["T"]): r["gain"] * 100 for r in mine if r["variant"] == out}
+                grid = np.array([[gain.get((b, t), np.nan) for t in lengths] for b in batches])
+                image = ax.imshow(grid, cmap="PuOr", vmin=-limit, vmax=limit, origin="lower", aspect="auto")
+                ax.grid(False)
+                for (y, x), v in np.ndenumerate(grid):
+                    ax.text(x, y, f"{v:+.1f}", ha="center", va="center", color="white" if abs(v) > 0.6 * limit else "black")
+                ax.set(xlabel="sequence length, tokens", ylabel="batch, sequences", title=f"{out}, {title}", xticks=range(len(lengths)), xticklabels=lengths,
+                       yticks=range(len(batches)), yticklabels=batches)
+            fig.colorbar(image, ax=axes, label="gain in throughput over dense, %")
+            yield name + "_heatmap", fig
+        elif len(lengths) > 1 or len(batches) > 1:
+            key, label = ("T", "sequence length, tokens") if len(lengths) > 1 else ("batch", "batch, sequences")
+            fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+            for i, out in enumerate(OUTS):
+                r = sorted((r for r in mine if r["variant"] == out), key=lambda r: r[key])
+                x = [v[key] for v in r]
+                axes[0].errorbar(x, [np.mean(v["seconds"]) * 1e3 for v in r], [np.std(v["seconds"]) * 1e3 for v in r], color=COLORS[i], marker=MARKS[i], label=out)
+                axes[1].plot(x, [v["tokens_per_s"] for v in r], color=COLORS[i], marker=MARKS[i])
+                if size in PREFILL and i < 2 and any((v["batch"], v["T"]) == (1024, 64) for v in r):
+                    axes[0].plot(64 if key == "T" else 1024, PREFILL[size][i][0], color=COLORS[i], marker="*", ms=12, mfc="none", ls="", label=f"paper, {out}")
+            axes[0].set(xlabel=label, ylabel="latency, ms", title=title)
+            axes[1].set(xlabel=label, ylabel="tokens/s", title=title)
+            axes[0].legend()
+            yield name, fig
+
+
+def plot_decode(plt, rows):
+    "Decoding throughput against batch, a panel for each prompt length; the fastest way of launching that was measured"
+    for size in dict.fromkeys(r["size"] for r in rows):
+        lengths = sorted({r["T"] for r in rows if r["size"] == size})
+        fig, axes = plt.subplots(1, len(lengths), figsize=(5.5 * len(lengths), 4), layout="constrained", squeeze=False)
+        for ax, T in zip(axes[0], lengths):
+            for i, out in enumerate(OUTS):
+                best, new = {}, 0
+                for r in rows:
+                    if (r["size"], r["T"], r["variant"]) == (size, T, out):
+                        best[r["batch"]], new = max(best.get(r["batch"], 0), r["tokens_per_s"]), r["new_tokens"]
+                ax.plot(sorted(best), [best[b] for b in sorted(best)], color=COLORS[i], marker=MARKS[i], label=out)
+                if i < 2 and size in DECODE and new == 64 and 2048 in best:
+                    ax.plot(2048, DECODE[size][i][1], color=COLORS[i], marker="*", ms=12, mfc="none", ls="", label=f"paper, {out}")
+            ax.set(xlabel="batch, sequences", ylabel="tokens/s", title=f"{size}, prompt of {T}")
+            ax.set_xscale("log", base=2)
+            ax.set_yscale("log")
+        axes[0][0].legend()
+        yield f"decode_{size}", fig
+
+
+COMMANDS = dict(params=bench_params, compare=bench_compare, kernels=bench_kernels, prefill=bench_prefill, decode=bench_decode, train=bench_train,
+                scaling=bench_scaling, eval=bench_eval, plot=bench_plot)
+
+
+def main(argv=None):
+    argv = list(sys.argv[1:] if argv is None else argv)
+    what = []
+    while argv and not argv[0].startswith("-"):
+        what.append(argv.pop(0))
+    if not what:
+        if set(argv) & {"-h", "--help"}:
+            return print(__doc__.strip())
+        die(f"say what to measure: python bench.py {' | '.join(COMMANDS)}")
+    known("WHAT", what, COMMANDS)
+    for name in what:
+        try:
+            COMMANDS[name](argv)
+        except torch.OutOfMemoryError as e:
+            die(f"{name}: out of memory ({str(e).split('. ')[0]}): measure smaller sizes or batches; what was measured before is in the records")
+
+
+if __name__ == "__main__":
+    run(main)
