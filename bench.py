@@ -1094,6 +1094,7 @@ def bench_plot(argv):
     parser.add_argument("--records", default="out/bench", help="folder of the JSONL files")
     parser.add_argument("--assets", default="assets", help="folder for the figures")
     parser.add_argument("--what", type=names, default="compare,scaling,prefill,decode", help="which records")
+    parser.add_argument("--logs", nargs="+", metavar="FILE", help="log.jsonl files of the training scripts instead: bits a byte against training time")
     parser.add_argument("--run", help="the run, by its time as it stands in the records (default the last of each file)")
     parser.add_argument("--format", type=names, default="png", help="png, svg or both")
     args = parser.parse_args(argv)
@@ -1110,9 +1111,9 @@ def bench_plot(argv):
                      "legend.frameon": False}
     os.makedirs(args.assets, exist_ok=True)
     made = 0
-    for what in args.what:
-        rows = records(args.records, what, args.run)
-        for name, fig in figures[what](plt, rows) if rows else ():
+    for what in ["logs"] if args.logs else args.what:
+        rows = read_logs(args.logs) if args.logs else records(args.records, what, args.run)
+        for name, fig in (plot_logs if args.logs else figures[what])(plt, rows) if rows else ():
             fig.text(0, -0.03, f"{rows[0]['hardware']}, {rows[0]['run'][:10]}", fontsize=6, color="0.4")
             for kind in args.format:
                 path = os.path.join(args.assets, f"{name}.{kind}")
@@ -1122,6 +1123,35 @@ def bench_plot(argv):
             made += 1
     if not made:
         die(f"{args.records} holds no records to plot of {', '.join(args.what)}: run python bench.py {args.what[0]} first")
+
+
+def read_logs(paths):
+    "Each log.jsonl -> a row with its name, hardware and curve [(minutes in steps, steps, bits a byte)]"
+    rows = []
+    for path in paths:
+        try:
+            with open(path, encoding="utf-8") as f:
+                first, *lines = map(json.loads, f)
+            c, minutes, curve = first["settings"], 0.0, []
+            for r in lines:
+                minutes += r.get("ms", 0.0) / 60e3
+                if "bits_per_byte" in r:
+                    curve.append((minutes, r["step"], r["bits_per_byte"]))
+            rows.append(dict(name=c.get("preset") or first["config"]["attn_out"], hardware=first["machine"], run="", curve=curve))
+        except (OSError, ValueError, LookupError):
+            die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py")
+    return rows
+
+
+def plot_logs(plt, rows):
+    "Bits a byte of the validation split against the time spent in training steps"
+    fig, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for i, row in enumerate(rows):
+        minutes, _, bits = zip(*row["curve"])
+        ax.plot(minutes, bits, color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, label=row["name"])
+    ax.set(xlabel="minutes in training steps", ylabel="validation, bits a byte")
+    ax.legend()
+    yield "training", fig
 
 
 def plot_compare(plt, rows):

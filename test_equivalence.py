@@ -2241,6 +2241,16 @@ def test_bench_eval_of_a_local_task(tmp_path, capsys):
     assert 0 < sum(right) < 20 and {r["metric"]: r["value"] for r in rows}["acc"] == pytest.approx(sum(right) / 20)
 
 
+def test_bench_reads_training_logs(tmp_path):
+    lines = [dict(settings=dict(preset="shaq"), config={}, machine="a CPU"), dict(step=0, val_loss=5.0, bits_per_byte=7.2), dict(step=0, loss=5.0, ms=3e4),
+             dict(step=1, loss=4.0, ms=3e4), dict(step=2, val_loss=4.0, bits_per_byte=5.8)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    assert bench.read_logs([tmp_path / "log.jsonl"]) == [dict(name="shaq", hardware="a CPU", run="", curve=[(0.0, 0, 7.2), (1.0, 2, 5.8)])]
+    (tmp_path / "log.jsonl").write_text("no JSON\n")
+    with pytest.raises(SystemExit):
+        bench.read_logs([tmp_path / "log.jsonl"])
+
+
 def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys):
     "With matplotlib: the figures. Without: one line that says what to install."
     bench_run(tmp_path, "compare", "--model=shaq", "--variant=preset=sharnn", "--variant=preset=shaq", common(bench_data, SHAQ_SET), "--seeds=2", "--points=2")
