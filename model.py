@@ -1041,7 +1041,9 @@ def load_checkpoint(path, kind=None):
     "-> the checkpoint, a dict. ValueError in one line for a file that is none of ours, or not of this kind (GPT | SHAQ)."
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        if not {"config", "model"} <= set(ckpt) or ckpt["kind"] not in ("GPT", "SHAQ"):
+        if ckpt["kind"] not in ("GPT", "SHAQ") or not {"config", "model", "data"} <= set(ckpt):
+            raise KeyError
+        if kind == ckpt["kind"] and not {"settings", "optimizer", "step"} <= set(ckpt):  # enough to sample from, not to train on
             raise KeyError
         with zipfile.ZipFile(path) as z:  # torch.load leaves the checksums unread
             if z.testzip():

@@ -309,6 +309,7 @@ def main():
             pass
         say(f"{path}: the model (python model.py --ckpt={path} --prompt=...); {os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
     if m.world > 1:
+        dist.barrier()  # a rank that leaves while another still works can abort at exit
         dist.destroy_process_group()
     if not saved:
         die(f"the last checkpoint could not be written to {path}")

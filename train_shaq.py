@@ -321,6 +321,7 @@ def main():
         say(f"{best_path}: the model at its best validation loss (python model.py --ckpt={best_path} --prompt=...); {path}: at its last step; "
             f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
     if m.world > 1:
+        dist.barrier()  # a rank that leaves while another still works can abort at exit
         dist.destroy_process_group()
     if not saved:
         die(f"the last checkpoint could not be written to {path}")
