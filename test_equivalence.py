@@ -690,7 +690,7 @@ def train(tmp_path, data_dir, capsys, monkeypatch):
 def command(out, data_dir, *flags, tool=(sys.executable,)):
     given = {f.split("=")[0] for f in flags}
     tiny = dict(n_layer=1, n_embd=32, n_head=2, block_size=32, batch_tokens=256, micro_batch=4, dtype="float32", attn_out="hadamard", dropout=0.1, lr=0.01,
-                warmup_steps=2, max_steps=6, eval_interval=3, eval_tokens=1024, seed=1, dataset="mine", data_dir=data_dir, out_dir=out, device="cpu")
+                warmup_steps=2, max_steps=6, max_minutes=0, eval_interval=3, eval_tokens=1024, seed=1, dataset="mine", data_dir=data_dir, out_dir=out, device="cpu")
     keep = {"data_dir", "out_dir", "device"} if "--resume" in flags else tiny
     return [*tool, str(HERE / "train_gpt.py"), *(f"--{k}={v}" for k, v in tiny.items() if k in keep and f"--{k}" not in given), *flags]
 
@@ -746,11 +746,20 @@ def test_train_micro_batches_do_not_change_the_curve(train):
             assert a.keys() == b.keys() and all(abs(a[k] - b[k]) < 2e-5 for k in a)
 
 
-def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, data_dir, tmp_path):
+@pytest.fixture
+def one_thread():
+    "Several small runs side by side, each on one thread: more would wait for one another"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, data_dir, tmp_path, one_thread):
     """Bit for bit, dropout included: after kill -9 from the last checkpoint, after SIGTERM and SIGINT from the step they came at."""
     flags = "--max_steps=400", "--eval_interval=100"  # enough steps for the signal to come in between
     straight = losses(train(*flags, out="straight")[3])
-    env = os.environ | dict(PYTHONUNBUFFERED="1")
+    env = os.environ | dict(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(torch.get_num_threads()))  # bit for bit wants as many threads here and there
     runs = [(subprocess.Popen(command(tmp_path / name, data_dir, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env), number)
             for name, number in (("SIGKILL", signal.SIGKILL), ("SIGTERM", signal.SIGTERM), ("SIGINT", signal.SIGINT))]
     for process, number in runs:
@@ -766,6 +775,12 @@ def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, dat
         status, out, err, log = train("--resume", out=number.name)
         assert status == 0 and not err and losses(log) == straight, number.name
         assert sorted(os.listdir(tmp_path / number.name)) == ["ckpt.pt", "log.jsonl"]
+
+
+def test_train_max_minutes_shortens_the_schedule_at_the_pace_of_the_first_25_steps(train, tmp_path):
+    status, out, err, log = train("--max_steps=400", "--max_minutes=1e-9", "--eval_interval=100")
+    assert status == 0 and "will do for 25 steps here" in out and list(losses(log)[0]) == list(range(25)) and list(losses(log)[1]) == [0, 25]
+    assert torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["settings"]["max_steps"] == 25
 
 
 def test_train_compiled_is_not_compiled(train, tmp_path, monkeypatch):
@@ -1719,6 +1734,11 @@ def text_data(tmp_path):
     subprocess.run([sys.executable, os.path.join(HERE, "prepare_data.py"), "--input", "text.txt", "--name", "mine"], cwd=tmp_path, check=True,
                    capture_output=True)
     return tmp_path
+
+
+def test_train_shaq_max_minutes_shortens_the_schedule(text_data):
+    done = _train_shaq(text_data, "--max_minutes=1e-9", "--max_steps=400", "--batch=2", "--bptt=20", "--out_dir=short")
+    assert "will do for 25 steps here" in done.stdout and list(_losses(text_data / "short")) == list(range(25))
 
 
 @pytest.mark.parametrize("preset, optimizer", [("sharnn", "lamb"), ("shaq", "adamw")])
