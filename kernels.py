@@ -512,17 +512,26 @@ def _fo_state_dtype(dtype):
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _fo_span(B, T, H):
-    """Steps that the CPU works on at once: up to 2 MB of fp32 a bank, so that all seven fit a third-level cache. Spans
-    for the second level mean more calls, which cost more than they save as soon as the cores have other work: each
-    call waits for the slower of its threads."""
-    return min(max(1, 2 ** 19 // max(1, FO_CHUNK * B * H)) * FO_CHUNK, T)
+def _fo_spans(B, T, H):
+    """How the CPU cuts time: [(t, K, L)], K chunks of L steps from step t on, walked side by side.
+
+    A step is one call on K * B * H numbers: with few channels a call costs more than its work, and from 2^15 numbers on
+    PyTorch shares it among the cores; hence K. A span takes up to 2 MB of fp32 a bank, so that all of them fit a
+    third-level cache. L is a multiple of FO_CHUNK, or K = 1."""
+    spans, t, most = [], 0, max(1, 2 ** 19 // max(1, FO_CHUNK * B * H)) * FO_CHUNK
+    while t < T:
+        n = min(most, T - t)
+        K = min(max(1, 2 ** 15 // max(1, B * H)), max(1, n // FO_CHUNK))
+        L = n if K == 1 else n // (FO_CHUNK * K) * FO_CHUNK
+        spans.append((t, K, L))
+        t += K * L
+    return spans
 
 
 def _fo_gates_torch(scratch, banks, t, act):
-    """Steps t, t + 1, .. of the three banks into scratch (3, n, B, H), in the state's dtype and activated."""
+    """Steps t, t + 1, .. of the three banks into scratch (3, B, n, H), in the state's dtype and activated."""
     for row, bank in zip(scratch, banks):
-        row.copy_(bank[:, t:t + scratch.size(1)].transpose(0, 1))
+        row.copy_(bank[:, t:t + row.size(1)])
     if act:
         # tanh x = 2 sigmoid(2x) - 1 takes a quarter of torch.tanh's time on a CPU, and is off by 1e-7 at most in fp32
         scratch[0].mul_(2)
@@ -530,79 +539,108 @@ def _fo_gates_torch(scratch, banks, t, act):
         scratch[0].mul_(2).sub_(1)
 
 
+def _fo_steps(*tensors):
+    "(B, K, L, H) each -> for every step j the slices (B, K, H) of all: L tuples"
+    return list(zip(*(x.unbind(2) for x in tensors)))
+
+
 def _fo_forward_torch(z, f, o, c0, act):
     """(h, c_last, edges) by a walk in place over time.
 
     What counts on a CPU is fresh memory: 4 KB page faults make writing 33 MB that were never touched (one bank of
     B 16, T 512, H 1024 in fp32) dearer than activating all three banks again. So a span of time is worked on in
-    scratch that stays in cache and is used again by the next span, and only h and the edges are new. Time-major
-    scratch makes a step one call on contiguous memory: the scan is 2 ms of the forward pass, the rest is copies and
-    activations. So there is nothing to gain from a scan in parallel over time. Where fp32 tensors of 30 MB and more are
-    common, THP_MEM_ALLOC_ENABLE=1 in the environment (PyTorch's huge pages) takes another third off this operator.
+    scratch that stays in cache and is used again by the next span, and only h and the edges are new. Scratch has the
+    inputs' layout: gathering each step's rows from B places made the copies, half of all time, twice as slow. Where fp32
+    tensors of 30 MB and more are common, THP_MEM_ALLOC_ENABLE=1 in the environment (PyTorch's huge pages) helps.
+
+    Chunks side by side do not know the state they start from. Each starts from 0; with p the product of its f so far,
+    c + p * (the state before the chunk) is what it would have been, and the states before chunks follow one by one.
     """
     B, T, H = z.shape
-    state, span = _fo_state_dtype(z.dtype), _fo_span(B, T, H)
+    state, spans = _fo_state_dtype(z.dtype), _fo_spans(B, T, H)
+    most = max([K * (L + 1) for _, K, L in spans], default=0) * B * H
     h = z.new_empty(B, T, H)
     edges = z.new_empty(-(-T // FO_CHUNK), B, H, dtype=state)
-    scratch = z.new_empty(3, span, B, H, dtype=state)
-    c = z.new_zeros(span + 1, B, H, dtype=state)  # c[0]: the state before the span
-    if c0 is not None:
-        c[0] = c0
-    steps = list(zip(scratch[0].unbind(), c.unbind(), scratch[1].unbind(), c[1:].unbind()))
-    last = c[0]
-    for t in range(0, T, max(1, span)):
-        n = min(span, T - t)
-        c[0].copy_(last)
-        _fo_gates_torch(scratch[:, :n], (z, f, o), t, act)
-        for z_t, c_prev, f_t, c_t in steps[:n]:
+    memory = z.new_empty(4 * most, dtype=state)
+    last = z.new_zeros(B, H, dtype=state) if c0 is None else c0.to(state, copy=True)
+    for t, K, L in spans:
+        n = K * L * B * H
+        _fo_gates_torch(memory[:3 * n].view(3, B, K * L, H), (z, f, o), t, act)
+        z_, f_, o_ = memory[:3 * n].view(3, B, K, L, H)
+        c = memory[3 * n:][:K * (L + 1) * B * H].view(B, K, L + 1, H)  # c[:, :, j]: the state before step j
+        start, end = c[:, :, 0], c[:, :, L]
+        start.zero_()
+        if K == 1:
+            start[:, 0] = last
+        for z_t, c_prev, f_t, c_t in _fo_steps(z_, c[:, :, :-1], f_, c[:, :, 1:]):
             torch.lerp(z_t, c_prev, f_t, out=c_t)  # z + f (c - z), exact at f = 0 and f = 1
-        last = c[n]
-        edges[t // FO_CHUNK:-(-(t + n) // FO_CHUNK)] = c[:n:FO_CHUNK]
-        h[:, t:t + n].transpose(0, 1).copy_(scratch[2, :n].mul_(c[1:n + 1]))
-    return h, last.clone(), edges
+        if K > 1:
+            for p_prev, p in _fo_steps(f_[:, :, :-1], f_[:, :, 1:]):
+                p.mul_(p_prev)
+            start[:, 0] = last
+            for k in range(1, K):
+                torch.addcmul(end[:, k - 1], f_[:, k - 1, -1], start[:, k - 1], out=start[:, k])
+            c[:, :, 1:].addcmul_(f_, start[:, :, None])
+        last.copy_(end[:, -1])
+        m = -(-L // FO_CHUNK)
+        edges[t // FO_CHUNK:t // FO_CHUNK + K * m].unflatten(0, (K, m)).copy_(c[:, :, :L:FO_CHUNK].permute(1, 2, 0, 3))
+        torch.mul(o_, c[:, :, 1:], out=o_)
+        h[:, t:t + K * L].copy_(o_.flatten(1, 2))
+    return h, last, edges
 
 
 def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
-    """Fills dz, df, do (B, T, H) and returns dc0 (B, H): the spans in reverse, each redone from its first edge."""
+    """Fills dz, df, do (B, T, H) and returns dc0 (B, H): the spans in reverse, each redone from its edges."""
     B, T, H = z.shape
-    state, span = edges.dtype, _fo_span(B, T, H)
-    scratch = z.new_empty(3, span, B, H, dtype=state)
-    c = z.new_empty(span + 1, B, H, dtype=state)
-    dc, work = z.new_empty(2, span, B, H, dtype=state)
-    e = z.new_zeros(B, H, dtype=state) if dc_last is None else dc_last.to(state, copy=True)
-    steps = list(zip(scratch[0].unbind(), c.unbind(), scratch[1].unbind(), c[1:].unbind()))
-    back = list(zip(dc.unbind(), scratch[1, 1:].unbind(), dc[1:].unbind()))
+    state, spans = edges.dtype, _fo_spans(B, T, H)
+    most = max([K * (L + 1) for _, K, L in spans], default=0) * B * H
+    memory = z.new_empty(6 * most, dtype=state)
+    e = z.new_zeros(B, H, dtype=state) if dc_last is None else dc_last.to(state, copy=True)  # f dc of the step behind
     sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input  # g y (1 - y) in one pass
     tanh_backward = torch.ops.aten.tanh_backward.grad_input  # g (1 - y^2)
-    for t in reversed(range(0, T, max(1, span))):
-        n = min(span, T - t)
-        _fo_gates_torch(scratch[:, :n], (z, f, o), t, act)
-        c[0].copy_(edges[t // FO_CHUNK])
-        for z_t, c_prev, f_t, c_t in steps[:n]:
+    for t, K, L in reversed(spans):
+        n = K * L * B * H
+        _fo_gates_torch(memory[:3 * n].view(3, B, K * L, H), (z, f, o), t, act)
+        z_, f_, o_, dc, w = memory[:5 * n].view(5, B, K, L, H)
+        c = memory[5 * n:][:K * (L + 1) * B * H].view(B, K, L + 1, H)
+        m = -(-L // FO_CHUNK)
+        c[:, :, 0] = edges[t // FO_CHUNK:t // FO_CHUNK + K * m:m].transpose(0, 1)  # every chunk starts on an edge
+        for z_t, c_prev, f_t, c_t in _fo_steps(z_, c[:, :, :-1], f_, c[:, :, 1:]):
             torch.lerp(z_t, c_prev, f_t, out=c_t)
-        (z_, f_, o_), dc_, w = scratch[:, :n], dc[:n], work[:n]
+
+        def out(grad):
+            grad[:, t:t + K * L].copy_(w.flatten(1, 2))
+
         if dh is None:
-            dc_.zero_()
+            dc.zero_()
             w.zero_()
         else:
-            w.copy_(dh[:, t:t + n].transpose(0, 1))
-            torch.mul(w, o_, out=dc_)
-            w.mul_(c[1:n + 1])  # do_t = dh_t c_t
+            w.flatten(1, 2).copy_(dh[:, t:t + K * L])
+            torch.mul(w, o_, out=dc)
+            w.mul_(c[:, :, 1:])  # do_t = dh_t c_t
         if act:
             sigmoid_backward(w, o_, grad_input=w)
-        do[:, t:t + n].transpose(0, 1).copy_(w)
-        dc_[n - 1].add_(e)
-        for dc_t, f_next, dc_next in reversed(back[:n - 1]):
+        out(do)
+        dc[:, -1, -1] += e
+        for dc_t, f_next, dc_next in reversed(_fo_steps(dc[:, :, :-1], f_[:, :, 1:], dc[:, :, 1:])):
             dc_t.addcmul_(f_next, dc_next)  # dc_t = o_t dh_t + f_(t+1) dc_(t+1)
-        torch.mul(f_[0], dc_[0], out=e)
-        torch.sub(c[:n], z_, out=w).mul_(dc_)  # df_t = (c_(t-1) - z_t) dc_t
+        if K > 1:  # what e of the chunk behind adds to dc_t: e times the product of f_(t+1) .. to the chunk's end
+            w[:, :, -1] = 1
+            for p, f_next, p_next in reversed(_fo_steps(w[:, :, :-1], f_[:, :, 1:], w[:, :, 1:])):
+                torch.mul(f_next, p_next, out=p)
+            E = torch.zeros_like(dc[:, :, 0])  # (B, K, H)
+            for k in reversed(range(K - 1)):
+                torch.addcmul(dc[:, k + 1, 0], w[:, k + 1, 0], E[:, k + 1], out=E[:, k]).mul_(f_[:, k + 1, 0])
+            dc.addcmul_(w, E[:, :, None])
+        torch.mul(f_[:, 0, 0], dc[:, 0, 0], out=e)
+        torch.sub(c[:, :, :L], z_, out=w).mul_(dc)  # df_t = (c_(t-1) - z_t) dc_t
         if act:
             sigmoid_backward(w, f_, grad_input=w)
-        df[:, t:t + n].transpose(0, 1).copy_(w)
-        torch.addcmul(dc_, dc_, f_, value=-1, out=w)  # dz_t = (1 - f_t) dc_t
+        out(df)
+        torch.addcmul(dc, dc, f_, value=-1, out=w)  # dz_t = (1 - f_t) dc_t
         if act:
             tanh_backward(w, z_, grad_input=w)
-        dz[:, t:t + n].transpose(0, 1).copy_(w)
+        out(dz)
     return e
 
 
