@@ -111,18 +111,19 @@ def rope(x, cos, sin):
     return y.flatten(-2).to(x.dtype)
 
 
-BLOCK_ROWS = 64
+BLOCK_ROWS = 128
 
 
 def causal_weights(q, k, i, e, dropout, seed):
-    "P = softmax(q k^T) of query rows i to e against keys 0 to e, causal: (N, e - i, e), and what dropout multiplies it with"
-    S = torch.bmm(q[:, i:e], k[:, :e].mT)
-    S[:, :, i:].masked_fill_(torch.ones(e - i, e - i, dtype=torch.bool, device=q.device).triu_(1), -math.inf)
+    "P = softmax(q k^T) of query rows i to e against the keys that they see: (N, e - i, n), and what dropout multiplies it with"
+    n = e + k.size(1) - q.size(1)  # keys that row e - 1 sees: the queries are the last of all positions
+    S = torch.bmm(q[:, i:e], k[:, :n].mT)
+    S[:, :, n - (e - i):].masked_fill_(torch.ones(e - i, e - i, dtype=torch.bool, device=q.device).triu_(1), -math.inf)
     P = S.softmax(-1)
     if dropout == 0.0:
-        return P, None
+        return n, P, None
     noise = torch.rand(P.shape, device=q.device, generator=torch.Generator(q.device).manual_seed(seed + i))  # drawn again in backward
-    return P, (noise >= dropout).to(P.dtype).mul_(1 / (1 - dropout))
+    return n, P, (noise >= dropout).to(P.dtype).mul_(1 / (1 - dropout))
 
 
 class BlockedAttention(torch.autograd.Function):
@@ -131,20 +132,20 @@ class BlockedAttention(torch.autograd.Function):
     linear in T, as the backward pass computes each block's weights again. With P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         r is None    out = P v                       v of any width
         else         out = (P * (r v^T)) u           the outer form of [2]: one more T x T product, and nothing larger
-    q, k (N, T, w); v (N, T, any), or r, v, u (N, T, w). On a CPU in bf16 this is 1.4 times faster than PyTorch's fused operator,
-    forward and backward (48 heads of 64, T = 256), level with it in fp32, and it takes heads of any width, dropout included.
+    q (N, T, w); k (N, S, w); v (N, S, any), or r (N, T, w), v, u (N, S, w). On a CPU in bf16 this is 1.4 times faster than PyTorch's fused
+    operator, forward and backward (48 heads of 64, T = S = 256), level with it in fp32, and it takes heads of any width, dropout included.
     """
 
     @staticmethod
     def forward(ctx, q, k, r, v, u, dropout):
         q = q * q.size(-1) ** -0.5
         ctx.dropout, ctx.seed = dropout, int(torch.randint(2**40, ())) if dropout else 0
-        out = torch.empty_like(v if r is None else u)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if r is not None else q.new_empty(*q.shape[:2], v.size(-1))
         for i in range(0, q.size(1), BLOCK_ROWS):
             e = min(i + BLOCK_ROWS, q.size(1))
-            P, keep = causal_weights(q, k, i, e, dropout, ctx.seed)
+            n, P, keep = causal_weights(q, k, i, e, dropout, ctx.seed)
             P = P if keep is None else P.mul_(keep)
-            out[:, i:e] = torch.bmm(P, v[:, :e]) if r is None else torch.bmm(P.mul_(torch.bmm(r[:, i:e], v[:, :e].mT)), u[:, :e])
+            out[:, i:e] = torch.bmm(P, v[:, :n]) if r is None else torch.bmm(P.mul_(torch.bmm(r[:, i:e], v[:, :n].mT)), u[:, :n])
         ctx.save_for_backward(q, k, r, v, u, out)
         return out
 
@@ -157,24 +158,24 @@ class BlockedAttention(torch.autograd.Function):
         delta = (g * out).sum(-1, keepdim=True)  # sum over keys of P * dP, in both forms, with or without dropout
         for i in range(0, q.size(1), BLOCK_ROWS):
             e = min(i + BLOCK_ROWS, q.size(1))
-            P, keep = causal_weights(q, k, i, e, ctx.dropout, ctx.seed)
+            n, P, keep = causal_weights(q, k, i, e, ctx.dropout, ctx.seed)
             W = P if keep is None else P * keep
             if r is None:
-                dv[:, :e].baddbmm_(W.mT, g[:, i:e])
-                dP = torch.bmm(g[:, i:e], v[:, :e].mT)
+                dv[:, :n].baddbmm_(W.mT, g[:, i:e])
+                dP = torch.bmm(g[:, i:e], v[:, :n].mT)
             else:
-                G = torch.bmm(r[:, i:e], v[:, :e].mT)                       # r v^T
-                dW = torch.bmm(g[:, i:e], u[:, :e].mT)
-                du[:, :e].baddbmm_((W * G).mT, g[:, i:e])
+                G = torch.bmm(r[:, i:e], v[:, :n].mT)                       # r v^T
+                dW = torch.bmm(g[:, i:e], u[:, :n].mT)
+                du[:, :n].baddbmm_((W * G).mT, g[:, i:e])
                 dG = dW * W
-                dr[:, i:e] = torch.bmm(dG, v[:, :e])
-                dv[:, :e].baddbmm_(dG.mT, r[:, i:e])
+                dr[:, i:e] = torch.bmm(dG, v[:, :n])
+                dv[:, :n].baddbmm_(dG.mT, r[:, i:e])
                 dP = dW.mul_(G)
             if keep is not None:
                 dP.mul_(keep)
             dS = dP.sub_(delta[:, i:e]).mul_(P)
-            dq[:, i:e] = torch.bmm(dS, k[:, :e])
-            dk[:, :e].baddbmm_(dS.mT, q[:, i:e])
+            dq[:, i:e] = torch.bmm(dS, k[:, :n])
+            dk[:, :n].baddbmm_(dS.mT, q[:, i:e])
         return dq.mul_(q.size(-1) ** -0.5), dk, dr, dv, du, None
 
 
@@ -184,15 +185,14 @@ def attention(q, k, v, r=None, u=None, dropout=0.0):
     k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u).
     """
     T, S = q.size(2), k.size(2)
-    if T == S > 1 and (q.device.type == "cpu" or r is not None):
+    if T > 1 and (q.device.type == "cpu" or r is not None or (T < S and q.size(-1) > 256)):
         flat = [None if t is None else t.flatten(0, 1) for t in (q, k, r, v, u)]
         return BlockedAttention.apply(*flat, dropout).unflatten(0, q.shape[:2])
-    mask = None  # a square one needs no tensor, a single query sees all; several queries behind a cache see what is before them
+    if r is not None:                                                                    # one query sees all
+        return (F.dropout((q @ k.mT * q.size(-1) ** -0.5).softmax(-1), dropout) * (r @ v.mT)) @ u
+    mask = None  # a square one needs no tensor; several queries behind a cache see what is before them
     if 1 < T < S:
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    if r is not None:
-        P = (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~mask if mask is not None else torch.zeros((), dtype=torch.bool, device=q.device), -math.inf).softmax(-1)
-        return F.dropout(P, dropout) * (r @ v.mT) @ u
     # On a GPU heads up to 256 wide with v as wide as q take flash kernels; wider ones, and dva's v of twice the width, the memory-efficient
     # kernel, whose memory is linear in T too. Not measured here: no GPU was at hand when this was written.
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=T == S)
@@ -595,7 +595,9 @@ class QRNN(nn.Module):
     def forward(self, x, state=None):
         """x (B, T, d) -> h (B, T, d), state; state = the last window - 1 inputs (B, window - 1, d), c (B, d) fp32."""
         past, c = state if state is not None else (x.new_zeros(x.size(0), self.window - 1, x.size(2)), None)
-        T = x.size(1)
+        T, device = x.size(1), x.device.type
+        if torch.is_autocast_enabled(device):                           # the product would cast it anyway, after it is copied twice
+            x = x.to(torch.get_autocast_dtype(device))
         x = torch.cat([past.to(x.dtype), x], dim=1)                     # (B, window - 1 + T, d)
         # One wide product beats one narrow product per tap: 1.1 to 1.5 times faster on a CPU at d = 192 to 1024.
         taps = torch.cat([x[:, i:i + T] for i in range(self.window)], dim=-1)   # (B, T, window * d)
@@ -647,7 +649,7 @@ class MemoryAttention(nn.Module):
             q = self.drop(q * torch.sigmoid(self.qs)) * torch.sigmoid(self.ks)
         else:
             q = self.drop(q)
-        q = (q * (q.size(-1) // self.config.n_head) ** -0.5).to(m.dtype)
+        q = q.to(m.dtype)
         if self.config.memory == "mean":
             x, memory = self.over_mean(q, m, memory)
         else:
@@ -685,21 +687,9 @@ class MemoryAttention(nn.Module):
         return torch.cat(out, dim=1), (C, W, H)
 
     def attend(self, q, m):
-        """q (B, T, d), scaled, over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d).
-
-        Written out: flash attention stops at heads 256 wide, and one head of 1024 leaves it little to save, since the
-        T x S scores are hardly larger than the memory itself. On a CPU it measured the same as the fused operator.
-        """
-        (B, T, d), S, n_head = q.shape, m.size(1), self.config.n_head
-        q = q.view(B, T, n_head, d // n_head).transpose(1, 2)           # (B, h, T, d_h)
-        k = m.view(B, S, n_head, d // n_head).transpose(1, 2)           # (B, h, S, d_h)
-        v = self.drop(k)
-        scores = q @ k.mT                                               # (B, h, T, S)
-        future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-        scores[..., S - T:].masked_fill_(future, float("-inf"))         # causal in the window, open over all memory
-        # Naming the dtype keeps autocast from writing fp32 scores: inside, softmax computes in fp32 anyway.
-        weights = self.drop(torch.softmax(scores, dim=-1, dtype=scores.dtype))
-        return (weights @ v).transpose(1, 2).reshape(B, T, d)
+        "q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d): causal in the window, open over all memory"
+        q, k = (t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for t in (q, m))             # (B, h, T or S, d_h)
+        return attention(q, k, self.drop(k), dropout=self.drop.p if self.training else 0.0).transpose(1, 2).flatten(2)
 
 
 class Boom(nn.Module):
