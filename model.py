@@ -255,7 +255,7 @@ class Attention(nn.Module):
         elif self.attn_out == "head_hadamard":
             y = hadamard_affine(y, self.alpha, self.beta, self.heads, heads_only=True)   # alpha * (Y (H_h (x) I)) + beta
         else:
-            y = torch.addcmul(self.beta.to(y.dtype), y, self.alpha.to(y.dtype))          # alpha * Y + beta: the control without a mix
+            y = torch.addcmul(self.beta, y, self.alpha)                                  # alpha * Y + beta: the control without a mix
         return self.resid_dropout(y)
 
 
@@ -420,29 +420,24 @@ class GPT(nn.Module):
         shape = (2 if c.attn == "mha" else 3, batch, c.n_head, length or c.block_size, c.n_embd // c.n_head)
         return [torch.zeros(shape, device=w.device, dtype=dtype or w.dtype) for _ in range(c.n_layer)]
 
-    @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None, use_cache=True):
         """
         Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token.
         The window: past block_size tokens it is cut to its last half and filled again, so that one pass over half a block serves half a
         block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly.
         """
-        training, size = self.training, self.config.block_size
+        size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
-        self.eval()
         start = max(0, idx.size(1) - size)  # the window is idx[:, start:]
         cache, done = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None, start
-        for _ in range(max_new_tokens):
-            if idx.size(1) - start > size:
-                start = idx.size(1) - size // 2
-                done = start
-            if use_cache:
-                x = self.hidden(idx[:, done:], cache, done - start)
-            else:
-                x = self.hidden(idx[:, start:])
-            done = idx.size(1)
-            idx = torch.cat((idx, sample(self.lm_head(x[:, -1]), temperature, top_k, generator)), 1)
-        self.train(training)
+        with evaluating(self):
+            for _ in range(max_new_tokens):
+                if idx.size(1) - start > size:
+                    start = idx.size(1) - size // 2
+                    done = start
+                x = self.hidden(idx[:, done:], cache, done - start) if use_cache else self.hidden(idx[:, start:])
+                done = idx.size(1)
+                idx = torch.cat((idx, sample(self.lm_head(x[:, -1]), temperature, top_k, generator)), 1)
         return idx
 
     def param_breakdown(self):
@@ -466,6 +461,18 @@ class GPT(nn.Module):
         c, T = self.config, T or self.config.block_size
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
         return 6 * (weights + (c.vocab_size * c.n_embd if c.tie_weights else 0)) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
+
+
+@contextlib.contextmanager
+def evaluating(model):
+    "Neither dropout nor gradients inside; the model's mode comes back, also after an error"
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
 
 
 def sample(logits, temperature=1.0, top_k=None, generator=None):
@@ -813,7 +820,6 @@ class SHAQ(nn.Module):
             return logits, new_state
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), new_state
 
-    @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, state=None, generator=None):
         """Continue idx (B, T) int64 by max_new_tokens, one step each -> idx (B, T + max_new_tokens), state.
 
@@ -822,15 +828,14 @@ class SHAQ(nn.Module):
         """
         if temperature < 0 or (top_k is not None and top_k < 1):
             raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 1")
-        was_training, generator = self.training, generator or torch.Generator().manual_seed(1337)
-        self.eval()
+        generator = generator or torch.Generator().manual_seed(1337)
         windows, out = idx.split(1024, dim=1), [idx]                    # a long prompt is read as training reads it
-        for _ in range(max_new_tokens):
-            for window in windows:
-                logits, state = self(window, state=state)
-            windows = (sample(logits[:, -1], temperature, top_k, generator),)     # (B, 1)
-            out += windows
-        self.train(was_training)
+        with evaluating(self):
+            for _ in range(max_new_tokens):
+                for window in windows:
+                    logits, state = self(window, state=state)
+                windows = (sample(logits[:, -1], temperature, top_k, generator),)     # (B, 1)
+                out += windows
         return torch.cat(out, dim=1), state
 
     def collapse(self):

@@ -881,6 +881,25 @@ def test_train_checkpoints_that_are_none_are_one_line(train, tmp_path):
         assert path.read_bytes() == content
 
 
+def test_train_resume_with_other_data_of_that_name_is_one_line(train, tmp_path):
+    def prepare(text):
+        (tmp_path / "text").write_text(text)
+        pd.main(["--input", str(tmp_path / "text"), "--name=changing", f"--data_dir={tmp_path}"])
+
+    flags = "--dataset=changing", f"--data_dir={tmp_path}"
+    prepare("first " * 999)
+    assert train(*flags)[0] == 0
+    prepare("other " * 999)
+    one_line(train("--resume", "--max_steps=9", *flags[1:]), "ckpt.pt", "changing", "SHA-256", "prepare the same data")
+
+
+def test_generation_gives_the_mode_back_after_an_error():
+    for m in (make(), tiny_shaq()):
+        with pytest.raises(IndexError):
+            m.train().generate(torch.tensor([[10**6]]), 2)  # no such token
+        assert m.training
+
+
 def test_train_resume_from_the_other_script_is_one_line(train, tmp_path):
     m = model_py.SHAQ(model_py.SHAQConfig(n_embd=8, vocab_size=11))
     (tmp_path / "out").mkdir()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from kernels import hadamard_path
-from model import (CHOICES, GPT, SIZES, GPTConfig, hadamard_heads, load_checkpoint, lr_at, machine, param_groups, peak_flops)
+from model import (CHOICES, GPT, SIZES, GPTConfig, evaluating, hadamard_heads, load_checkpoint, lr_at, machine, param_groups, peak_flops)
 from prepare_data import Log, Parser, StopSignal, die, duration, ensure, flag01, git_commit, number, run, write_atomic
 
 # -----------------------------------------------------------------------------
@@ -117,20 +117,17 @@ def stack(tokens, windows, T):
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-@torch.no_grad()
 def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
     "Mean loss in nats a token over fixed windows, spread evenly over the split or its first; all ranks share the work through the bare model"
     T = model.config.block_size
     count = (len(tokens) - 1) // T
     n = min(count, max(1, eval_tokens // T))
     windows = np.arange(n) * count // n if which == "spread" else np.arange(n)
-    model.eval()
     total = torch.zeros(2, dtype=torch.float64)
-    for i in range(m.rank * micro_batch, n, m.world * micro_batch):
-        x, y = stack(tokens, windows[i:i + micro_batch], T)
-        with m.autocast():
+    with evaluating(model), m.autocast():
+        for i in range(m.rank * micro_batch, n, m.world * micro_batch):
+            x, y = stack(tokens, windows[i:i + micro_batch], T)
             total += torch.tensor([model(x.to(m.device), y.to(m.device)).item() * len(x), len(x)])
-    model.train()
     total = m.mean(total.to(m.device) if m.device.type == "cuda" else total)
     return (total[0] / total[1]).item()
 
@@ -165,9 +162,10 @@ def main():
         dist.barrier()
     data = ensure(s["dataset"], s["data_dir"])
     c["vocab_size"] = c.get("vocab_size", -(-data.vocab_size // 64) * 64)  # a multiple of 64 is faster on a GPU: 50257 -> 50304
-    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or ckpt["data"]["name"] != data.name):
-        die(f"{path} was trained on {ckpt['data']['name']} with the {ckpt['data']['tokenizer']} tokenizer; "
-            f"--dataset={data.name} has {data.tokenizer}")
+    source = dict(name=data.name, tokenizer=data.tokenizer, sha256=data.meta["sha256"])
+    if ckpt and ckpt["data"] != source:
+        die(f"{path} was trained on {ckpt['data']['name']} ({ckpt['data']['tokenizer']} tokenizer, SHA-256 {ckpt['data'].get('sha256')}); --dataset={data.name} "
+            f"here has {data.tokenizer}, {source['sha256']}: prepare the same data, or start anew without --resume")
 
     # model
     torch.manual_seed(s["seed"])
@@ -223,7 +221,7 @@ def main():
 
     def save(step):
         state = dict(kind="GPT", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, settings=s,
-                     data=dict(name=data.name, tokenizer=data.tokenizer), versions=versions)
+                     data=source, versions=versions)
         try:
             write_atomic(path, lambda f: torch.save(state, f))
             return True
@@ -284,7 +282,7 @@ def main():
         rate = s["batch_tokens"] / dt
         mfu = rate * flops / (peak * m.world)
         left = (pace or dt) * (s["max_steps"] - step - 1)
-        say(f"step {step + 1}/{s['max_steps']}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  "
+        say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  "
             f"MFU {mfu:.1%}  {duration(left)} left")
         if m.rank == 0:
             log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, load_checkpoint, lr_at, machine, peak_flops
+from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, evaluating, load_checkpoint, lr_at, machine, peak_flops
 from prepare_data import Log, Parser, StopSignal, die, duration, ensure, flag01, git_commit, number, run, write_atomic
 
 # -----------------------------------------------------------------------------
@@ -107,7 +107,6 @@ def read(tokens, streams, length, at, T, device):
     return rows[:, :-1].to(device, non_blocking=True), rows[:, 1:].to(device, non_blocking=True)
 
 
-@torch.no_grad()
 def evaluate(model, tokens, eval_tokens, s, m, streams=16):
     "Loss in nats a token over the split's first eval_tokens, read in order with state and memory carried; the published evaluation"
     total, streams = min(len(tokens) - 1, eval_tokens), min(streams, max(1, len(tokens) // 64))
@@ -115,15 +114,13 @@ def evaluate(model, tokens, eval_tokens, s, m, streams=16):
     if length < 1:
         die(f"{len(tokens):,} tokens are too few to evaluate on")
     mine = range(m.rank, streams, m.world) if streams >= m.world else range(streams)
-    model.eval()
     state, loss, T = None, 0.0, s["bptt"]
-    for at in range(0, length, T):
-        n = min(T, length - at)
-        x, y = read(tokens, mine, length, at, n, m.device)
-        with m.autocast():
+    with evaluating(model), m.autocast():
+        for at in range(0, length, T):
+            n = min(T, length - at)
+            x, y = read(tokens, mine, length, at, n, m.device)
             nats, state = model(x, y, state)
-        loss = loss + nats.double() * n
-    model.train()
+            loss = loss + nats.double() * n
     return (m.mean(loss * len(mine) / length) * m.world / streams if streams >= m.world else loss / length).item()
 
 
@@ -167,9 +164,10 @@ def main():
     if m.world > 1:
         dist.barrier()
     data = ensure(s["dataset"], s["data_dir"])
-    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or (resume and ckpt["data"]["name"] != data.name)):
-        die(f"{path} was trained on {ckpt['data']['name']} with the {ckpt['data']['tokenizer']} tokenizer; "
-            f"--dataset={data.name} has {data.tokenizer}")
+    source = dict(name=data.name, tokenizer=data.tokenizer, sha256=data.meta["sha256"])
+    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or (resume and ckpt["data"] != source)):
+        die(f"{path} was trained on {ckpt['data']['name']} ({ckpt['data']['tokenizer']} tokenizer, SHA-256 {ckpt['data'].get('sha256')}); --dataset={data.name} "
+            f"here has {data.tokenizer}, {source['sha256']}: prepare the same data, or start anew without --resume")
     if s["batch"] % m.world:
         die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take a multiple of {m.world}")
     streams = range(m.rank * s["batch"] // m.world, (m.rank + 1) * s["batch"] // m.world)
@@ -226,7 +224,7 @@ def main():
             return True
         content = dict(kind="SHAQ", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, at=at, epoch=epoch, best=best,
                        minutes=minutes, state=whole, settings=s,
-                       data=dict(name=data.name, tokenizer=data.tokenizer), versions=versions)
+                       data=source, versions=versions)
         try:
             write_atomic(where, lambda f: torch.save(content, f))
             return True
@@ -287,7 +285,7 @@ def main():
         rate = T * s["batch"] / dt
         mfu = rate * flops / (peak * m.world)
         left = (pace or dt) * (s["max_steps"] - step - 1)
-        say(f"step {step + 1}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / data.bytes_per_token:.3f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  "
+        say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / data.bytes_per_token:.3f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  "
             f"{rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(left)} left")
         if m.rank == 0:
             log(step=step, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, minutes=minutes)
