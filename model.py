@@ -111,6 +111,13 @@ def rope(x, cos, sin):
     return y.flatten(-2).to(x.dtype)
 
 
+def product_dtype(x):
+    "The dtype that a matrix product of x is computed in: autocast's, where that is on"
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else x.dtype
+
+
 BLOCK_ROWS = 128
 
 
@@ -305,7 +312,7 @@ class HeadLoss(torch.autograd.Function):
     """
     @staticmethod
     def forward(ctx, x, weight, targets):
-        n, dtype = max(1, HEAD_LOGITS // len(weight)), torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        n, dtype = max(1, HEAD_LOGITS // len(weight)), product_dtype(x)
         x_, w_ = x.to(dtype), weight.to(dtype)
         loss, grads = 0.0, any(ctx.needs_input_grad)
         dx, dw = torch.empty_like(x_) if grads else None, None
@@ -602,9 +609,7 @@ class QRNN(nn.Module):
     def forward(self, x, state=None):
         """x (B, T, d) -> h (B, T, d), state; state = the last window - 1 inputs (B, window - 1, d), c (B, d) fp32."""
         past, c = state if state is not None else (x.new_zeros(x.size(0), self.window - 1, x.size(2)), None)
-        T, device = x.size(1), x.device.type
-        if torch.is_autocast_enabled(device):                           # the product would cast it anyway, after it is copied twice
-            x = x.to(torch.get_autocast_dtype(device))
+        T, x = x.size(1), x.to(product_dtype(x))                        # the product would cast it anyway, after it is copied twice
         x = torch.cat([past.to(x.dtype), x], dim=1)                     # (B, window - 1 + T, d)
         # One wide product beats one narrow product per tap: 1.1 to 1.5 times faster on a CPU at d = 192 to 1024.
         taps = torch.cat([x[:, i:i + T] for i in range(self.window)], dim=-1)   # (B, T, window * d)

@@ -554,6 +554,36 @@ def test_gpt_cache_filled_in_pieces(attn, pos, out):
         m(torch.zeros(1, 17, dtype=torch.long))
 
 
+class Elsewhere(torch.Tensor):
+    "A CPU tensor that says it is on a GPU, as all that is computed from it does: takes the branches of the models that only a GPU takes"
+    device = property(lambda self: SimpleNamespace(type="cuda"))
+
+
+@pytest.mark.parametrize("config", [dict(pos="rope"), dict(pos="learned", mlp="gelu"), dict(attn="dva", n_head=1, pos="rope"), dict(attn="dva")])
+def test_gpt_branches_of_a_gpt_on_a_gpu_give_what_those_of_a_cpu_give(config):
+    m, idx = make(double=True, **config), torch.randint(0, 97, (2, 9))
+    there = m(idx.as_subclass(Elsewhere))
+    assert isinstance(there, Elsewhere) and error(there.as_subclass(torch.Tensor), m(idx)) < 1e-12
+
+
+@pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn="dva", n_head=1, mlp="none"), dict(attn="dva_outer", n_head=1), *SHAQ_PRESETS])
+def test_shapes_agree_on_the_meta_device_as_on_a_gpu(config):
+    "Forward, backward, with a cache or a memory behind: no branch asks for a CPU"
+    with torch.device("meta"):
+        m = GPT(GPTConfig(**NANO | config)) if isinstance(config, dict) else SHAQ(SHAQConfig(**SHAQ_PRESETS[config] | dict(n_embd=512, mem_len=40, mean_window=16, dropout=0.0)))
+    x = torch.zeros(2, 6, dtype=torch.int64, device="meta")
+    if isinstance(config, dict):
+        m(x, x).backward()
+        cache = m.new_cache(2, 9)
+        assert m(x, cache=cache).shape == (2, 6, NANO["vocab_size"]) and m(x[:, :2], cache=cache, pos=6).shape[1] == 2 and m(x[:, :1], cache=cache, pos=8).is_meta
+    else:
+        loss, state = m(x, x)
+        loss.backward()
+        m(x, x, detach_state(state))[0].backward()
+        assert m.eval()(x[:, :1], None, detach_state(state))[0].shape == (2, 1, 205)
+    assert all(p.grad is not None and p.grad.is_meta for p in m.parameters())
+
+
 def test_gpt_sees_no_later_token_and_rope_only_distances():
     for attn in CHOICES["attn"]:
         m, idx = make(attn=attn), torch.randint(0, 97, (2, 12))
