@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 import train_gpt
 import train_shaq
-from kernels import hadamard_affine, hadamard_matrix, hadamard_path, qrnn_pool
+from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
 from model import (GPT, LAMB, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, detach_state, load_checkpoint, lr_at, machine,
                    model_of, param_groups, peak_flops)
 from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, run
@@ -621,6 +621,11 @@ def affine_rows(args, m, d):
            dict(copy=copy) | {k: in_turn(forward(f), x) for k, (f, _) in layers.items()},
            {k: in_turn(both(f, w), x, dy) for k, (f, w) in layers.items()},
            dict(copy=(2 * N,)) | dict.fromkeys(layers, (2 * N, 5 * N)), "dense")
+    if hadamard_norm_is_fused(d, h, h > 1):  # x and residual read, their sum and its norm written
+        ends = {"one pass": lambda x, r: hadamard_affine_norm(x, alpha, beta, r, alpha, beta, n_head=h, heads_only=h > 1),
+                "two steps": lambda x, r: F.layer_norm(r + hadamard_affine(x, alpha, beta, h, h > 1), (d,), *low)}
+        shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}", dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
+               dict(copy=copy) | {k: in_turn(forward(f), x, y) for k, f in ends.items()}, {}, dict(copy=(2 * N,)) | dict.fromkeys(ends, (4 * N, None)), "two steps")
 
 
 def pool_loop(gates):

@@ -4,6 +4,7 @@ Operators of the three papers, each with its derivative, each with a fast path f
     hadamard_matrix(n)                        the matrix itself, entries +1 and -1
     hadamard_transform(x, scale)              scale * (x @ H), exact for every order n that hadamard_matrix knows
     hadamard_affine(x, alpha, beta)           alpha * (x @ H / sqrt(d)) + beta in one pass over memory  [1, eq. 1]
+    hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum, still in one pass
     fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [2, eq. 4], on gates or on their logits
 
 To copy an operator into another repository take its section whole: it needs torch, uses Triton where that is installed, and nothing else.
@@ -291,6 +292,45 @@ if triton is not None:
             tl.store(out + base + i * C, y.to(out.dtype.element_ty), mask=ok)
 
     @triton.jit
+    def _hadamard_norm_kernel(x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, D: tl.constexpr, M: tl.constexpr,
+                              P: tl.constexpr, LOG_P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, LOG_W: tl.constexpr,
+                              SIGNS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, RMS: tl.constexpr):
+        """
+        out = residual + alpha * scale * (x @ H) + beta and normed = LayerNorm(out), or RMSNorm; stats (2, N): each row's mean and
+        1 / deviation. A program holds whole rows, so both norms' sums cost no memory: two reads and two writes, where the transform and
+        an addition fused with the norm make three of each.
+        """
+        row = tl.program_id(0) * R + tl.arange(0, R).to(tl.int64)
+        j = tl.arange(0, W)
+        col = (j // CW) * (M * P * C) + j % CW
+        base = row[:, None] * D + col[None, :]
+        ok = (row < N)[:, None]
+        t = _load_transform(x, None, base, col, ok, M, P, LOG_P, C, W, LOG_W, SIGNS, PAIRS, R, INNER)
+        y = ()
+        mean = tl.zeros((R,), tl.float32)
+        for i in tl.static_range(M * P):
+            v = t[i] * scale * tl.load(alpha + col + i * C).to(tl.float32)[None, :] + tl.load(beta + col + i * C).to(tl.float32)[None, :]
+            v = (v + tl.load(residual + base + i * C, mask=ok, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+            tl.store(out + base + i * C, v, mask=ok)
+            v = v.to(tl.float32)  # the norm is of what was stored
+            y = y + (v,)
+            mean = mean + tl.sum(v, 1)
+        mean = mean / D
+        if RMS:
+            mean = mean * 0.0
+        square = tl.zeros((R,), tl.float32)
+        for i in tl.static_range(M * P):
+            square = square + tl.sum((y[i] - mean[:, None]) * (y[i] - mean[:, None]), 1)
+        rstd = 1 / tl.sqrt(square / D + eps)
+        for i in tl.static_range(M * P):
+            v = (y[i] - mean[:, None]) * rstd[:, None] * tl.load(weight + col + i * C).to(tl.float32)[None, :]
+            if shift is not None:
+                v = v + tl.load(shift + col + i * C).to(tl.float32)[None, :]
+            tl.store(normed + base + i * C, v.to(normed.dtype.element_ty), mask=ok)
+        tl.store(stats + row, mean, mask=row < N)
+        tl.store(stats + N + row, rstd, mask=row < N)
+
+    @triton.jit
     def _hadamard_grads_kernel(x, dy, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, LOG_P: tl.constexpr,
                                C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, LOG_W: tl.constexpr, SIGNS: tl.constexpr,
                                PAIRS: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr):
@@ -370,6 +410,16 @@ def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
     if N:
         _hadamard_kernel[(triton.cdiv(N, plan["R"]), _columns(plan))](x, out, alpha, beta, pre, N, scale, **plan, num_warps=warps)
     return out
+
+
+def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
+    N, d = x.shape
+    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N < 16 else "forward")
+    out, normed, stats = torch.empty_like(residual), torch.empty_like(x), torch.empty(2, N, dtype=torch.float32, device=x.device)
+    if N:
+        _hadamard_norm_kernel[(triton.cdiv(N, plan["R"]),)](x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, **plan, RMS=rms,
+                                                            num_warps=warps)
+    return out, normed, stats
 
 
 def _grads_triton(x, dy, scale, n_head, heads_only):
@@ -452,6 +502,58 @@ _hadamard.register_autograd(_backward, setup_context=_save)
 _hadamard_grads.register_autograd(_backward_grads, setup_context=_save_grads)
 
 
+@torch.library.custom_op("kernels::hadamard_norm", mutates_args=())
+def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor | None,
+                   scale: float, eps: float, rms: bool, n_head: int, heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    "-> out (N, d) in residual's dtype, its norm (N, d) in x's, mean and 1 / deviation of each row (2, N)"
+    run = _norm_triton if _on_triton(x, n_head, heads_only) and hadamard_norm_is_fused(x.shape[1], n_head, heads_only) else _norm_torch
+    return run(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only)
+
+
+def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
+    wide = torch.promote_types(residual.dtype, torch.float32)
+    out = (residual.to(wide) + _hadamard(x, alpha, beta, None, scale, n_head, heads_only)).to(residual.dtype)
+    y = out.to(wide)
+    mean = y.mean(-1) * (0 if rms else 1)
+    rstd = ((y - mean[:, None]).square().mean(-1) + eps).rsqrt()
+    normed = (y - mean[:, None]) * rstd[:, None] * weight
+    return out, (normed if shift is None else normed + shift).to(x.dtype), torch.stack((mean, rstd))
+
+
+@_hadamard_norm.register_fake
+def _(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
+    return torch.empty_like(residual), torch.empty_like(x), x.new_empty(2, len(x), dtype=torch.promote_types(residual.dtype, torch.float32))
+
+
+def _save_norm(ctx, inputs, output):
+    x, _, alpha, beta, weight, shift, scale, _, ctx.rms, *how = inputs
+    ctx.how = scale, *how
+    ctx.save_for_backward(x, alpha, beta, weight, shift, output[0], output[2])
+
+
+def _backward_norm(ctx, dout, dnormed, _):
+    x, alpha, beta, weight, shift, out, stats = ctx.saved_tensors
+    mean, rstd = stats[:, :, None]
+    unit = (out - mean) * rstd                                                             # (N, d)
+    g = dnormed * weight
+    dy = g - unit * (g * unit).mean(-1, keepdim=True)
+    dy = rstd * (dy if ctx.rms else dy - g.mean(-1, keepdim=True)) + dout
+    low = dy.to(x.dtype)
+    dx = _hadamard(low, None, None, alpha, *ctx.how)
+    dalpha, dbeta = _hadamard_grads(x, low, *ctx.how)
+    return (dx, dy.to(out.dtype), dalpha.to(alpha.dtype), dbeta.to(beta.dtype), (dnormed * unit).sum(0).to(weight.dtype),
+            None if shift is None else dnormed.sum(0, dtype=unit.dtype).to(shift.dtype), None, None, None, None, None)
+
+
+_hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
+
+
+def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
+    "Whether hadamard_affine_norm is one kernel on a GPU: where a program holds whole rows, and within the instructions that 8 bytes an element allow"
+    plan = _plan(d, n_head, heads_only, 16)
+    return plan is not None and _columns(plan[0]) == 1 and (heads_only or d <= 2048)
+
+
 def hadamard_path(d, device, n_head=1, heads_only=False):
     "In words, which path hadamard_affine takes there, for the log of whoever uses it"
     if torch.device(device).type != "cuda":
@@ -486,6 +588,23 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
                          f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
     scale = (n_head if heads_only else d) ** -0.5
     return _hadamard(x.reshape(-1, d).contiguous(), alpha, beta, None, scale, n_head, heads_only).view(x.shape)
+
+
+def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5, rms=False, n_head=1, heads_only=False):
+    """
+    y = residual + hadamard_affine(x, alpha, beta, n_head, heads_only), and LayerNorm(y) * weight + shift: the end of an attention block and
+    what the next one starts from, in one pass. rms = True takes RMSNorm.
+
+    x (..., d); residual of its shape, any float dtype, often wider; alpha, beta, weight and shift (d,). Returns (y in residual's dtype, its
+    norm in x's). Differentiable once, in all six. In bf16 it moves 8 bytes an element, the two steps 12.
+    """
+    d = x.shape[-1]
+    if d % n_head or residual.shape != x.shape or any(t is not None and t.shape != (d,) for t in (alpha, beta, weight, shift)):
+        raise ValueError(f"hadamard_affine_norm: x (..., d) with d a multiple of n_head, residual of its shape, alpha, beta, weight, shift (d,); got x "
+                         f"{tuple(x.shape)}, residual {tuple(residual.shape)}, n_head {n_head}, vectors of {[tuple(t.shape) for t in (alpha, beta, weight, shift) if t is not None]}")
+    scale = (n_head if heads_only else d) ** -0.5
+    y, normed, _ = _hadamard_norm(x.reshape(-1, d).contiguous(), residual.reshape(-1, d).contiguous(), alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only)
+    return y.view(x.shape), normed.view(x.shape)
 
 
 # -----------------------------------------------------------------------------

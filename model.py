@@ -26,7 +26,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import hadamard_affine, hadamard_matrix, qrnn_pool
+from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, qrnn_pool
 
 # -----------------------------------------------------------------------------
 # GPT: settings
@@ -230,9 +230,11 @@ class Attention(nn.Module):
             self.alpha = nn.Parameter(torch.empty(d))
             self.beta = nn.Parameter(torch.empty(d))
             self.heads = hadamard_heads(config) if self.attn_out == "hadamard" else config.n_head
+            self.one_pass = "hadamard" in self.attn_out and hadamard_norm_is_fused(d, self.heads, self.attn_out == "head_hadamard")
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, table=None, cache=None, pos=0):
+    def forward(self, x, table=None, cache=None, pos=0, residual=None, norm=None):
+        "x (B, T, d) -> (B, T, d); with residual and norm: residual + that, and its norm, in one pass"
         B, T, d = x.shape
         qkv = self.c_attn(x).view(B, T, -1, d // self.n_head)                            # (B, T, 3h or 5h, d_h)
         if table is not None:
@@ -253,6 +255,9 @@ class Attention(nn.Module):
         else:
             y = attention(q, k, v, q_r, k_r, dropout=p)                                  # (S * (Q_R V^T)) K_R
         y = y.transpose(1, 2).reshape(B, T, d)                                           # Concat(heads)
+        if norm is not None:
+            return hadamard_affine_norm(y, self.alpha, self.beta, residual, norm.weight, getattr(norm, "bias", None), norm.eps,
+                                        isinstance(norm, nn.RMSNorm), self.heads, self.attn_out == "head_hadamard")
         if self.attn != "mha" or self.attn_out == "none":
             pass                                                                         # [2] has no output projection
         elif self.attn_out == "dense":
@@ -294,10 +299,14 @@ class Block(nn.Module):
         self.mlp = MLP(config) if config.mlp != "none" else None
 
     def forward(self, x, table=None, cache=None, pos=0):
-        x = x + self.attn(self.ln_1(x), table, cache, pos)
-        if self.mlp is not None:
-            x = x + self.mlp(self.ln_2(x))
-        return x
+        if self.mlp is None:
+            return x + self.attn(self.ln_1(x), table, cache, pos)
+        if x.is_cuda and getattr(self.attn, "one_pass", False) and not (self.training and self.attn.dropout):
+            x, n = self.attn(self.ln_1(x), table, cache, pos, x, self.ln_2)
+        else:
+            x = x + self.attn(self.ln_1(x), table, cache, pos)
+            n = self.ln_2(x)
+        return x + self.mlp(n)
 
 
 HEAD_LOGITS = 2**26  # module-level, as torch.compile cannot read an attribute of a Function

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import types
+import unittest.mock
 import zipfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -44,7 +45,7 @@ import kernels  # noqa: E402
 import model as model_py  # noqa: E402
 import prepare_data as pd  # noqa: E402
 import train_gpt  # noqa: E402
-from kernels import hadamard_affine, hadamard_matrix, hadamard_transform  # noqa: E402
+from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_transform  # noqa: E402
 from types import SimpleNamespace
 
 from model import (CHOICES, GPT, LAMB, SHAQ, SHAQ_PRESETS, SIZES, Attention, BlockedAttention, GPTConfig, MemoryAttention, SHAQConfig, attention, detach_state, sample, fold_hadamard, hadamard_heads, load_checkpoint,  # noqa: E402
@@ -273,6 +274,48 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
         assert buffer[:4096].isnan().all() and buffer[4096 + shape.numel():].isnan().all()
 
 
+@pytest.mark.parametrize("rms", [False, True])
+def test_hadamard_affine_norm_is_its_parts(rms):
+    d, n_head = 24, 2
+    leaf = [randn(5, d, grad=True), randn(5, d, grad=True), *(randn(d, grad=True) for _ in range(3 if rms else 4))]
+
+    def fused(x, residual, alpha, beta, weight, shift=None):
+        return hadamard_affine_norm(x, alpha, beta, residual, weight, shift, rms=rms, n_head=n_head)
+
+    def parts(x, residual, alpha, beta, weight, shift=None):
+        y = residual + hadamard_affine(x, alpha, beta, n_head)
+        return y, F.rms_norm(y, (d,), weight, 1e-5) if rms else F.layer_norm(y, (d,), weight, shift, 1e-5)
+
+    assert all(error(a, b) < 1e-12 for a, b in zip(fused(*leaf), parts(*leaf))) and torch.autograd.gradcheck(fused, leaf)
+    low = [leaf[0].detach().bfloat16().requires_grad_(), *(t.detach().float().requires_grad_() for t in leaf[1:])]  # as under autocast
+    y, normed = fused(*low)
+    assert y.dtype == torch.float32 and normed.dtype == torch.bfloat16 and error(y, parts(*leaf)[0]) < 5e-3 and error(normed, parts(*leaf)[1]) < 1e-2
+    grads = torch.autograd.grad((y, normed), low, (torch.ones_like(y), normed.detach()))
+    exact = torch.autograd.grad(parts(*leaf), leaf, (torch.ones_like(leaf[1]), parts(*leaf)[1].detach()))
+    assert all(g.dtype == t.dtype and error(g, e) < 2e-2 for g, t, e in zip(grads, low, exact))
+    torch.library.opcheck(kernels._hadamard_norm, (*low[:5], None if rms else low[5], 0.2, 1e-5, rms, n_head, False))
+    with pytest.raises(ValueError, match="residual of its shape"):
+        hadamard_affine_norm(leaf[0], leaf[2], leaf[3], leaf[1][:4], leaf[4])
+
+
+@needs_triton
+@pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (96, 8, False), (1536, 16, False), (768, 12, True), (1024, 16, True)])
+def test_hadamard_norm_triton_is_exact(d, n_head, heads_only):
+    H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
+    alpha, beta, weight, shift = (torch.randn(d) for _ in range(4))
+    for dtype, wide, N, rms in ((torch.float32, torch.float32, 17, False), (torch.float16, torch.float32, 33, True), (torch.float16, torch.float16, 33, False),
+                                (torch.float16, torch.float32, 3, False), (torch.float16, torch.float32, 0, False)):
+        x, residual = torch.randn(N, d).to(dtype), torch.randn(N, d).to(wide)
+        y, normed, stats = kernels._norm_triton(x, residual, alpha, beta, weight, None if rms else shift, scale, 1e-5, rms, n_head, heads_only)
+        exact = residual.double() + alpha * (x.double() @ H) + beta
+        after = F.rms_norm(y.double(), (d,), weight.double(), 1e-5) if rms else F.layer_norm(y.double(), (d,), weight.double(), shift.double(), 1e-5)
+        for out, ref in ((y, exact), (normed, after)):
+            assert error(out, ref) <= max(1.02 * error(ref.to(out.dtype), ref), 5e-7)
+        assert y.dtype == wide and normed.dtype == dtype
+        if N:
+            assert error(stats[1], (y.double() - (0 if rms else y.double().mean(1, keepdim=True))).square().mean(1).add(1e-5).rsqrt()) < 1e-6
+
+
 @needs_triton
 def test_hadamard_triton_nan_stays_in_its_row():
     for d, n_head, heads_only in ((768, 12, False), (96, 8, False), (768, 12, True)):
@@ -325,6 +368,9 @@ HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an 
     (90, "forward", "bf16", 768, 12, True, 13), (80, "forward", "bf16", 1536, 16, True, 11), (90, "forward", "fp32", 1024, 16, False, 25),
     (90, "pre", "bf16", 768, 12, False, 29), (90, "few", "bf16", 768, 12, False, 125), (90, "grads", "bf16", 1024, 16, False, 53),
     (80, "grads", "bf16", 1536, 16, False, 66), (100, "grads", "bf16", 768, 12, True, 38),
+    # with residual and norm, 8 bytes an element in bf16 (12 with an fp32 residual), so twice the budget
+    (90, "norm", "bf16", 768, 12, True, 28), (90, "norm", "bf16", 768, 12, False, 34), (90, "norm", "bf16", 1024, 16, True, 25), (80, "norm", "bf16", 1024, 16, False, 30),
+    (90, "norm", "bf16", 1536, 16, False, 41), (100, "norm", "bf16", 2048, 16, True, 28), (90, "norm", "bf16", 2048, 16, False, 36),
 ]
 
 
@@ -332,17 +378,20 @@ HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an 
 def test_hadamard_machine_code_has_no_spills_and_few_instructions(compilers):
     jobs = []
     for sm, kind, dtype, d, n_head, heads_only, ceiling in HADAMARD_CODE:
-        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind)
+        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, "forward" if kind == "norm" else kind)
         args = dict(x=f"*{dtype}", N="i32", scale="fp32")
         if kind == "grads":
             args |= dict(dy=f"*{dtype}", dalpha="*fp32", dbeta="*fp32")
+        elif kind == "norm":
+            plan = plan | dict(RMS=False)
+            args |= dict.fromkeys(("residual", "out", "normed"), f"*{dtype}") | dict.fromkeys(("stats", "alpha", "beta", "weight", "shift"), "*fp32") | dict(eps="fp32")
         else:
             args |= dict(out=f"*{dtype}", alpha="*fp32", beta="*fp32", pre=None) if kind != "pre" else dict(out=f"*{dtype}", alpha=None, beta=None, pre="*fp32")
-        jobs.append(compilers.submit(compiled, "_hadamard_grads_kernel" if kind == "grads" else "_hadamard_kernel", args, plan, sm, warps))
+        jobs.append(compilers.submit(compiled, dict(grads="_hadamard_grads_kernel", norm="_hadamard_norm_kernel").get(kind, "_hadamard_kernel"), args, plan, sm, warps))
     faults = []
     for what, job in zip(HADAMARD_CODE, jobs):
         sm, kind, dtype, d, n_head, heads_only, ceiling = what
-        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind)
+        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, "forward" if kind == "norm" else kind)
         code = job.result()
         each = code.opcodes.total() * 32 * warps / (plan["R"] * plan["M"] * plan["P"] * plan["W"])
         spills = sum(n for op, n in code.opcodes.items() if op.startswith(("LDL", "STL")))
@@ -350,7 +399,7 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compilers):
         print(what, f"{each:.1f} instructions an element, {code.registers} registers, stack {code.stack}, {wide} wide")
         if code.stack or spills or each > ceiling:
             faults.append((what, each, code.stack, spills))
-        if kind == "forward" and dtype != "fp32" and d <= 2048 and min(wide) < plan["M"] * plan["P"]:
+        if kind in ("forward", "norm") and dtype != "fp32" and d <= 2048 and min(wide) < plan["M"] * plan["P"]:
             faults.append((what, "loads or stores of fewer than 16 bytes", wide))
     assert not faults
 
@@ -564,6 +613,28 @@ def test_gpt_branches_of_a_gpt_on_a_gpu_give_what_those_of_a_cpu_give(config):
     m, idx = make(double=True, **config), torch.randint(0, 97, (2, 9))
     there = m(idx.as_subclass(Elsewhere))
     assert isinstance(there, Elsewhere) and error(there.as_subclass(torch.Tensor), m(idx)) < 1e-12
+
+
+class Cuda(torch.Tensor):
+    is_cuda = property(lambda self: True)
+
+
+@pytest.mark.parametrize("config", [dict(), dict(norm="rmsnorm"), dict(bias=False, attn_out="head_hadamard")])
+def test_gpt_block_in_one_pass_is_the_block_in_two(config):
+    "Mix, scale, bias, residual and the next norm: on a GPU one operator, logits and all gradients as without it"
+    m, idx, results = make(double=True, **dict(attn_out="hadamard") | config), torch.randint(0, 97, (2, 9)), []
+    for block in m.h:
+        block.attn.one_pass = True
+    for x in (idx, idx.as_subclass(Cuda)):
+        calls = []
+        with unittest.mock.patch.object(model_py, "hadamard_affine_norm", lambda *a: calls.append(a) or hadamard_affine_norm(*a)):
+            y = m(x)
+        assert len(calls) == (len(m.h) if x is not idx else 0)
+        m.zero_grad()
+        (y.as_subclass(torch.Tensor) * torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)).sum().backward()
+        results.append([y.detach().as_subclass(torch.Tensor)] + [p.grad.clone() for p in m.parameters()])
+    assert all(error(a, b) < 1e-11 for a, b in zip(*results))
+    assert not hadamard_norm_is_fused(1536, 16, True) and hadamard_norm_is_fused(768, 12, True) and hadamard_norm_is_fused(2048, 16)
 
 
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn="dva", n_head=1, mlp="none"), dict(attn="dva_outer", n_head=1), *SHAQ_PRESETS])
