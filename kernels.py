@@ -103,10 +103,10 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
 # -----------------------------------------------------------------------------
 # PyTorch path. H_d = A (x) B with A and B near sqrt(d): each row, seen as a matrix X of shape (a, b), becomes A X B, two small dense
 # products instead of log2(d) sweeps of slices. On two AVX-512 cores, 4096 rows of 1024 in fp32: 4.5 ms so, 20 ms by butterflies, 65 ms
-# dense. Rows go through in blocks of 512, so that everything between the first read and the last write stays in the L2 cache and
+# dense. Rows go through in blocks of 1024, so that everything between the first read and the last write stays in cache and
 # no temporary of full size is ever paged in (a fresh 32 MiB costs more than the whole transform).
 
-_ROWS = 512
+_ROWS = 1024
 
 
 @lru_cache(64)
@@ -148,31 +148,36 @@ def _blocks(x, n_head, heads_only):
 
 def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
     r, transform = _blocks(x, n_head, heads_only)
-    out = torch.empty_like(x)
-    alpha = None if alpha is None else alpha * scale
+    out, dtype = torch.empty_like(x), x.dtype
+    for v in (alpha, beta, pre):
+        dtype = dtype if v is None else torch.promote_types(dtype, v.dtype)
+    wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # for 16-bit rows beside fp32 vectors: rounded once, on the way out
+    scaled = None if pre is None else x.new_empty(r, x.shape[1])
+    alpha = scale if alpha is None else alpha * scale
     for i in range(0, len(x), r):
         block, o = x[i:i + r], out[i:i + r]
+        w = o if wide is None else wide[:len(o)]
         if pre is not None:
-            block = (block * pre).to(x.dtype)
-        if alpha is None and beta is None:
-            transform(block, o)
-            if scale != 1.0:
-                o.mul_(scale)
-        else:  # mixed types (bf16 rows, fp32 alpha) are computed in fp32 and rounded once, on the way out
-            u = transform(block)
-            o.copy_(u.mul(alpha) if beta is None else torch.addcmul(beta, u, alpha if alpha is not None else u.new_tensor(scale)))
+            block = scaled[:len(o)].copy_(torch.mul(block, pre, out=w))
+        u = transform(block, o)
+        if alpha is not scale or scale != 1.0:
+            u = torch.mul(u, alpha, out=w)
+        if beta is not None:
+            u = torch.add(u, beta, out=w)
+        if u is not o:
+            o.copy_(u)
     return out
 
 
 def _grads_torch(x, dy, scale, n_head, heads_only):
     r, transform = _blocks(x, n_head, heads_only)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    dalpha, dbeta = x.new_zeros(x.shape[1], dtype=wide), x.new_zeros(x.shape[1], dtype=wide)
-    ones = x.new_ones(1, r)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    dalpha, dbeta = (x.new_zeros(x.shape[1], dtype=dtype) for _ in range(2))
+    wide, ones = x.new_empty(r, x.shape[1], dtype=dtype), x.new_ones(1, r, dtype=dtype)
     for i in range(0, len(x), r):
-        g = dy[i:i + r]
-        dalpha += (ones[:, :len(g)] @ (g * transform(x[i:i + r]))).squeeze(0)  # a product with ones sums rows faster than sum(0)
-        dbeta += (ones[:, :len(g)] @ g).squeeze(0)
+        g = wide[:len(x) - i].copy_(dy[i:i + r])
+        dbeta += (ones[:, :len(g)] @ g)[0]  # a product with ones sums rows 2 to 4 times faster than sum(0)
+        dalpha += (ones[:, :len(g)] @ g.mul_(transform(x[i:i + r])))[0]
     return dalpha * scale, dbeta
 
 

@@ -173,7 +173,7 @@ def test_hadamard_nan_and_inf_stay_in_their_row():
 def test_hadamard_half_precision_error_is_near_the_rounding_floor():
     """
     What rounding the exact result once costs is the floor. The CPU path rounds three times (after each factor, and at the end), which
-    makes sqrt(3) at most. A gradient takes one more rounding, of alpha * dy or of each product that is summed, which makes 2.
+    makes sqrt(3) at most. dx takes one more rounding, of alpha * dy, which makes 2; dalpha no more than y, as its sums are fp32.
     """
     for dtype, (d, n_head, heads_only) in product((torch.bfloat16, torch.float16), LAYERS):
         x, dy, alpha, beta = torch.randn(1024, d).to(dtype), torch.randn(1024, d).to(dtype), torch.randn(d), torch.randn(d)
@@ -186,7 +186,7 @@ def test_hadamard_half_precision_error_is_near_the_rounding_floor():
         assert (y.dtype, dx.dtype, dalpha.dtype, dbeta.dtype) == (dtype, dtype, torch.float32, torch.float32)
         assert error(y, exact) < 1.75 * floor, (dtype, d, error(y, exact) / floor)
         assert error(dx, (alpha * dy.double()) @ H) < 2.05 * floor
-        assert error(dalpha, (dy.double() * (x.double() @ H)).sum(0)) < 2.4 * floor and error(dbeta, dy.double().sum(0)) < 1.2 * floor
+        assert error(dalpha, (dy.double() * (x.double() @ H)).sum(0)) < 1.75 * floor and error(dbeta, dy.double().sum(0)) < 1e-5
 
 
 def test_hadamard_wrong_shapes_are_one_line():
