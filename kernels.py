@@ -408,37 +408,45 @@ def _columns(plan):  # programs along a row: one, but for a mix over heads, wher
     return plan["C"] // plan["CW"]
 
 
+def _rows(*tensors):
+    "As the kernels read them: row-major. A gradient need not be, nor a vector, which may be a slice or an expanded number."
+    return [t if t is None else t.contiguous() for t in tensors]
+
+
 def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
-    N, d = x.shape
+    (N, d), (x, alpha, beta, pre) = x.shape, _rows(x, alpha, beta, pre)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N < 16 else "forward" if pre is None else "pre")
     out = torch.empty_like(x)
     if N:
-        _hadamard_kernel[(triton.cdiv(N, plan["R"]), _columns(plan))](x, out, alpha, beta, pre, N, scale, **plan, num_warps=warps)
+        with torch.cuda.device_of(x):  # Triton launches on the current device, which need not be the tensor's
+            _hadamard_kernel[(triton.cdiv(N, plan["R"]), _columns(plan))](x, out, alpha, beta, pre, N, scale, **plan, num_warps=warps)
     return out
 
 
 def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
-    N, d = x.shape
+    (N, d), (x, residual, alpha, beta, weight, shift) = x.shape, _rows(x, residual, alpha, beta, weight, shift)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N < 16 else "forward")
     out, normed, stats = torch.empty_like(residual), torch.empty_like(x), torch.empty(2, N, dtype=torch.float32, device=x.device)
     if N:
-        _hadamard_norm_kernel[(triton.cdiv(N, plan["R"]),)](x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, **plan, RMS=rms,
-                                                            num_warps=warps)
+        with torch.cuda.device_of(x):
+            _hadamard_norm_kernel[(triton.cdiv(N, plan["R"]),)](x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, **plan,
+                                                                RMS=rms, num_warps=warps)
     return out, normed, stats
 
 
 def _grads_triton(x, dy, scale, n_head, heads_only):
-    N, d = x.shape
+    (N, d), (x, dy) = x.shape, _rows(x, dy)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "grads")
     programs = min(triton.cdiv(max(N, 1), plan["R"]), 264)  # two for each of 132 multiprocessors
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=x.device)
-    _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, partial[0], partial[1], N, scale, **plan, num_warps=warps)
+    with torch.cuda.device_of(x):
+        _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, partial[0], partial[1], N, scale, **plan, num_warps=warps)
     return partial[0].sum(0), partial[1].sum(0)
 
 
 # -----------------------------------------------------------------------------
-# The operators. Two suffice for every derivative of any order, because H is its own transpose: the gradient of each is written with the
-# two themselves.
+# The operators. The first two suffice for all their derivatives, of any order, because H is its own transpose: the gradient of each is
+# written with the two themselves. The third adds what follows in a block.
 
 
 def _on_triton(x, n_head, heads_only):
@@ -511,7 +519,11 @@ _hadamard_grads.register_autograd(_backward_grads, setup_context=_save_grads)
 def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor | None,
                    scale: float, eps: float, rms: bool, n_head: int, heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "-> out (N, d) in residual's dtype, its norm (N, d) in x's, mean and 1 / deviation of each row (2, N)"
-    run = _norm_triton if _on_triton(x, n_head, heads_only) and hadamard_norm_is_fused(x.shape[1], n_head, heads_only) else _norm_torch
+    _check_order(n_head, "n_head")
+    if not heads_only:
+        _check_order(x.shape[1] // n_head, "d" if n_head == 1 else "d / n_head")
+    fused = residual.dtype != torch.float64 and _on_triton(x, n_head, heads_only) and hadamard_norm_is_fused(x.shape[1], n_head, heads_only)
+    run = _norm_triton if fused else _norm_torch
     return run(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only)
 
 
@@ -536,13 +548,13 @@ def _save_norm(ctx, inputs, output):
     ctx.save_for_backward(x, alpha, beta, weight, shift, output[0], output[2])
 
 
-def _backward_norm(ctx, dout, dnormed, _):
+def _backward_norm(ctx, dout, dnormed, dstats):
     x, alpha, beta, weight, shift, out, stats = ctx.saved_tensors
-    mean, rstd = stats[:, :, None]
+    mean, rstd, dmean, drstd = *stats[:, :, None], *dstats[:, :, None] / x.shape[1]        # (N, 1); d of stats: this formula's own derivative
     unit = (out - mean) * rstd                                                             # (N, d)
     g = dnormed * weight
-    dy = g - unit * (g * unit).mean(-1, keepdim=True)
-    dy = rstd * (dy if ctx.rms else dy - g.mean(-1, keepdim=True)) + dout
+    dy = g - unit * ((g * unit).mean(-1, keepdim=True) + rstd * drstd)
+    dy = rstd * (dy if ctx.rms else dy - g.mean(-1, keepdim=True) + dmean / rstd) + dout
     low = dy.to(x.dtype)
     dx = _hadamard(low, None, None, alpha, *ctx.how)
     dalpha, dbeta = _hadamard_grads(x, low, *ctx.how)
@@ -555,6 +567,8 @@ _hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
     "Whether hadamard_affine_norm is one kernel on a GPU: where a program holds whole rows, and within the instructions that 8 bytes an element allow"
+    if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
+        return False
     plan = _plan(d, n_head, heads_only, 16)
     return plan is not None and _columns(plan[0]) == 1 and (heads_only or d <= 2048)
 
@@ -601,7 +615,7 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     what the next one starts from, in one pass. rms = True takes RMSNorm.
 
     x (..., d); residual of its shape, any float dtype, often wider; alpha, beta, weight and shift (d,). Returns (y in residual's dtype, its
-    norm in x's). Differentiable once, in all six. In bf16 it moves 8 bytes an element, the two steps 12.
+    norm in x's). Differentiable to second order in all six. In bf16 it moves 8 bytes an element, the two steps 12.
     """
     d = x.shape[-1]
     if d % n_head or residual.shape != x.shape or any(t is not None and t.shape != (d,) for t in (alpha, beta, weight, shift)):
@@ -639,14 +653,14 @@ def _fo_state_dtype(dtype):
 def _fo_spans(B, T, H):
     """How the CPU cuts time: [(t, K, L)], K chunks of L steps from step t on, walked side by side.
 
-    A step is one call on K * B * H numbers: with few channels a call costs more than its work, and from 2^15 numbers on
-    PyTorch shares it among the cores; hence K. A span takes up to 2 MB of fp32 a bank, so that all of them fit a
-    third-level cache. L is a multiple of FO_CHUNK, or K = 1."""
+    A step is one call on K * B * H numbers, and with few channels a call costs more than its work: then chunks are
+    FO_CHUNK long, and a span is one call a step of the chunk. A span takes up to 2 MB of fp32 a bank, so that all of
+    them fit a third-level cache."""
     spans, t, most = [], 0, max(1, 2 ** 19 // max(1, FO_CHUNK * B * H)) * FO_CHUNK
     while t < T:
         n = min(most, T - t)
-        K = min(max(1, 2 ** 15 // max(1, B * H)), max(1, n // FO_CHUNK))
-        L = n if K == 1 else n // (FO_CHUNK * K) * FO_CHUNK
+        K = max(1, n // FO_CHUNK) if B * H <= 2 ** 13 else 1
+        L = n if K == 1 else FO_CHUNK
         spans.append((t, K, L))
         t += K * L
     return spans
@@ -686,7 +700,7 @@ def _fo_forward_torch(z, f, o, c0, act):
     h = z.new_empty(B, T, H)
     edges = z.new_empty(-(-T // FO_CHUNK), B, H, dtype=state)
     memory = z.new_empty(4 * most, dtype=state)
-    last = z.new_zeros(B, H, dtype=state) if c0 is None else c0.to(state, copy=True)
+    last = z.new_zeros(B, H, dtype=state) if c0 is None else c0.to(state, copy=True, memory_format=torch.contiguous_format)
     for t, K, L in spans:
         n = K * L * B * H
         _fo_gates_torch(memory[:3 * n].view(3, B, K * L, H), (z, f, o), t, act)
@@ -719,7 +733,8 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
     state, spans = edges.dtype, _fo_spans(B, T, H)
     most = max([K * (L + 1) for _, K, L in spans], default=0) * B * H
     memory = z.new_empty(6 * most, dtype=state)
-    e = z.new_zeros(B, H, dtype=state) if dc_last is None else dc_last.to(state, copy=True)  # f dc of the step behind
+    # f dc of the step behind
+    e = z.new_zeros(B, H, dtype=state) if dc_last is None else dc_last.to(state, copy=True, memory_format=torch.contiguous_format)
     sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input  # g y (1 - y) in one pass
     tanh_backward = torch.ops.aten.tanh_backward.grad_input  # g (1 - y^2)
     for t, K, L in reversed(spans):

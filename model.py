@@ -115,7 +115,7 @@ def product_dtype(x):
     "The dtype that a matrix product of x is computed in: autocast's, where that is on"
     device = x.device.type
     on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on else x.dtype
+    return torch.get_autocast_dtype(device) if on and x.dtype != torch.float64 else x.dtype
 
 
 BLOCK_ROWS = 128
@@ -126,7 +126,7 @@ def causal_weights(q, k, i, e, dropout, seed):
     n = e + k.size(1) - q.size(1)  # keys that row e - 1 sees: the queries are the last of all positions
     S = torch.bmm(q[:, i:e], k[:, :n].mT)
     S[:, :, n - (e - i):].masked_fill_(torch.ones(e - i, e - i, dtype=torch.bool, device=q.device).triu_(1), -math.inf)
-    P = S.softmax(-1)
+    P = S.softmax(-1, dtype=S.dtype)  # named, or autocast on a GPU would write it in fp32
     if dropout == 0.0:
         return n, P, None
     noise = torch.rand(P.shape, device=q.device, generator=torch.Generator(q.device).manual_seed(seed + i))  # drawn again in backward
@@ -267,7 +267,7 @@ class Attention(nn.Module):
         elif self.attn_out == "head_hadamard":
             y = hadamard_affine(y, self.alpha, self.beta, self.heads, heads_only=True)   # alpha * (Y (H_h (x) I)) + beta
         else:
-            y = torch.addcmul(self.beta, y, self.alpha)                                  # alpha * Y + beta: the control without a mix
+            y = torch.addcmul(self.beta.to(y.dtype), y, self.alpha.to(y.dtype))          # alpha * Y + beta: the control without a mix
         return self.resid_dropout(y)
 
 

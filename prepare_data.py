@@ -399,6 +399,12 @@ def load_dataset(name, data_dir="data"):
         die(f"{path} does not describe the .bin files beside it; type: {hint}")
 
 
+def digest(meta):
+    "One SHA-256 for the text that a data set was made of, however many files it came in"
+    known = meta.get("sha256")
+    return known if isinstance(known, str) else hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
 def ensure(name, data_dir="data"):
     """load_dataset, preparing pysource first if it is not there yet (under torchrun call it on one rank first)."""
     if name == "pysource" and not os.path.isfile(os.path.join(data_dir, name, "meta.json")):

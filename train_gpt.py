@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from kernels import hadamard_path
 from model import (CHOICES, GPT, SIZES, GPTConfig, evaluating, hadamard_heads, load_checkpoint, lr_at, machine, param_groups, peak_flops)
-from prepare_data import Log, Parser, StopSignal, die, duration, ensure, flag01, git_commit, number, run, write_atomic
+from prepare_data import Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, run, write_atomic
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; whatever is typed counts.
@@ -162,10 +162,10 @@ def main():
         dist.barrier()
     data = ensure(s["dataset"], s["data_dir"])
     c["vocab_size"] = c.get("vocab_size", -(-data.vocab_size // 64) * 64)  # a multiple of 64 is faster on a GPU: 50257 -> 50304
-    source = dict(name=data.name, tokenizer=data.tokenizer, sha256=data.meta["sha256"])
-    if ckpt and ckpt["data"] != source:
-        die(f"{path} was trained on {ckpt['data']['name']} ({ckpt['data']['tokenizer']} tokenizer, SHA-256 {ckpt['data'].get('sha256')}); --dataset={data.name} "
-            f"here has {data.tokenizer}, {source['sha256']}: prepare the same data, or start anew without --resume")
+    source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
+    if ckpt and source | ckpt["data"] != source:
+        die(f"{path} was trained on {ckpt['data']['name']} ({ckpt['data']['tokenizer']}, SHA-256 {ckpt['data'].get('sha256', 'not kept')}), and --dataset={data.name} "
+            f"is {data.tokenizer}, {source['sha256']}: prepare the same data, or start anew without --resume")
 
     # model
     torch.manual_seed(s["seed"])

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, evaluating, load_checkpoint, lr_at, machine, peak_flops
-from prepare_data import Log, Parser, StopSignal, die, duration, ensure, flag01, git_commit, number, run, write_atomic
+from prepare_data import Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, run, write_atomic
 
 # -----------------------------------------------------------------------------
 # Settings. On a GPU the published ones; on a CPU a model that learns something in three minutes.
@@ -164,10 +164,10 @@ def main():
     if m.world > 1:
         dist.barrier()
     data = ensure(s["dataset"], s["data_dir"])
-    source = dict(name=data.name, tokenizer=data.tokenizer, sha256=data.meta["sha256"])
-    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or (resume and ckpt["data"] != source)):
-        die(f"{path} was trained on {ckpt['data']['name']} ({ckpt['data']['tokenizer']} tokenizer, SHA-256 {ckpt['data'].get('sha256')}); --dataset={data.name} "
-            f"here has {data.tokenizer}, {source['sha256']}: prepare the same data, or start anew without --resume")
+    source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
+    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or (resume and source | ckpt["data"] != source)):
+        die(f"{path if resume else stage2} was trained on {ckpt['data']['name']} ({ckpt['data']['tokenizer']}, SHA-256 {ckpt['data'].get('sha256', 'not kept')}), and "
+            f"--dataset={data.name} is {data.tokenizer}, {source['sha256']}: prepare the same data, or start anew")
     if s["batch"] % m.world:
         die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take a multiple of {m.world}")
     streams = range(m.rank * s["batch"] // m.world, (m.rank + 1) * s["batch"] // m.world)
