@@ -1164,7 +1164,9 @@ def plot_compare(plt, rows):
     variants = {r["index"]: r["variant"] or "default" for r in rows}
     fig, axes = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
     for i, name in sorted(variants.items()):
-        curves = np.array([[[p[0], p[3], p[4], p[2]] for p in r["curve"]] for r in rows if r["index"] == i], dtype=float)  # (seeds, points, 4)
+        mine = [r for r in rows if r["index"] == i]
+        pace = np.median([r["tokens"] / r["steps"] / r["tokens_per_s"] for r in mine])  # seconds a step: by medians, as other work may slow some
+        curves = np.array([[[p[0], p[3], p[0] * pace, p[2]] for p in r["curve"]] for r in mine])  # (seeds, points, 4)
         mean, error = curves.mean(0), curves[..., 3].std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else None
         for ax, x in zip(axes, mean.T[:3]):
             ax.plot(x, mean[:, 3], color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, label=name)
@@ -1173,7 +1175,7 @@ def plot_compare(plt, rows):
         if i:
             d, e = paired(*([r["val_loss"] for r in sorted(rows, key=lambda r: r["seed"]) if r["index"] == k] for k in (i, 0)))
             axes[3].errorbar(d, len(variants) - i, xerr=e, color=COLORS[i % 8], marker=MARKS[i % 8], capsize=4)
-    for ax, label in zip(axes, ("steps", "FLOPs", "seconds in training steps")):
+    for ax, label in zip(axes, ("steps", "FLOPs", "seconds at the median pace")):
         ax.set(xlabel=label, ylabel="validation loss, nats a token")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     axes[3].axvline(0, color=COLORS[0])

@@ -674,6 +674,19 @@ def test_shapes_agree_on_the_meta_device(config):
     assert all(p.grad is not None and p.grad.is_meta for p in m.parameters())
 
 
+@pytest.mark.parametrize("out", ["hadamard", "head_hadamard", "identity"])
+def test_gpt_residual_stream_starts_as_with_the_dense_layer(out):
+    "What each attention adds to it before any training is as large as what the dense projection adds"
+    torch.manual_seed(0)
+    sizes, idx = {}, torch.randint(0, 97, (4, 32))
+    for attn_out in ("dense", out):
+        m = GPT(GPTConfig(n_layer=3, n_head=4, n_embd=192, block_size=32, vocab_size=97, attn_out=attn_out))
+        for i, block in enumerate(m.h):
+            block.attn.register_forward_hook(lambda module, args, y, i=i: sizes.setdefault(i, []).append(y.std().item()))
+        m(idx)
+    assert all(abs(b / a - 1) < 0.1 for a, b in sizes.values()), sizes
+
+
 def test_gpt_sees_no_later_token_and_rope_only_distances():
     for attn in CHOICES["attn"]:
         m, idx = make(attn=attn), torch.randint(0, 97, (2, 12))
