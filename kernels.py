@@ -297,40 +297,56 @@ if triton is not None:
             tl.store(out + base + i * C, y.to(out.dtype.element_ty), mask=ok)
 
     @triton.jit
+    def _load_vector(p, live):
+        "W numbers of a vector as a row (1, W) in fp32, 0 where not live"
+        if live is None:
+            v = tl.load(p)
+        else:
+            v = tl.load(p, mask=live, other=0.0)
+        return v.to(tl.float32)[None, :]
+
+    @triton.jit
     def _hadamard_norm_kernel(x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, D: tl.constexpr, M: tl.constexpr,
                               P: tl.constexpr, LOG_P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, LOG_W: tl.constexpr,
                               SIGNS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, RMS: tl.constexpr):
         """
         out = residual + alpha * scale * (x @ H) + beta and normed = LayerNorm(out), or RMSNorm; stats (2, N): each row's mean and
         1 / deviation. A program holds whole rows, so both norms' sums cost no memory: two reads and two writes, where the transform and
-        an addition fused with the norm make three of each.
+        an addition fused with the norm make three of each. Heads of 96 stand in tiles of 128: CW > C, and the lanes beyond C idle.
         """
         row = tl.program_id(0) * R + tl.arange(0, R).to(tl.int64)
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW
         base = row[:, None] * D + col[None, :]
         ok = (row < N)[:, None]
+        live = None
+        if CW > C:
+            live = j < C
+            ok = ok & live[None, :]
         t = _load_transform(x, None, base, col, ok, M, P, LOG_P, C, W, LOG_W, SIGNS, PAIRS, R, INNER)
         y = ()
-        mean = tl.zeros((R,), tl.float32)
+        total = tl.zeros((R, W), tl.float32)  # over tiles first, across threads once
         for i in tl.static_range(M * P):
-            v = t[i] * scale * tl.load(alpha + col + i * C).to(tl.float32)[None, :] + tl.load(beta + col + i * C).to(tl.float32)[None, :]
+            v = t[i] * scale * _load_vector(alpha + col + i * C, live) + _load_vector(beta + col + i * C, live)
             v = (v + tl.load(residual + base + i * C, mask=ok, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
             tl.store(out + base + i * C, v, mask=ok)
             v = v.to(tl.float32)  # the norm is of what was stored
             y = y + (v,)
-            mean = mean + tl.sum(v, 1)
-        mean = mean / D
+            total = total + v
+        mean = tl.sum(total, 1) / D
         if RMS:
             mean = mean * 0.0
-        square = tl.zeros((R,), tl.float32)
+        total = tl.zeros((R, W), tl.float32)
         for i in tl.static_range(M * P):
-            square = square + tl.sum((y[i] - mean[:, None]) * (y[i] - mean[:, None]), 1)
-        rstd = 1 / tl.sqrt(square / D + eps)
+            v = y[i] - mean[:, None]
+            total = total + v * v
+        if CW > C:
+            total = tl.where(live[None, :], total, 0.0)
+        rstd = 1 / tl.sqrt(tl.sum(total, 1) / D + eps)
         for i in tl.static_range(M * P):
-            v = (y[i] - mean[:, None]) * rstd[:, None] * tl.load(weight + col + i * C).to(tl.float32)[None, :]
+            v = (y[i] - mean[:, None]) * rstd[:, None] * _load_vector(weight + col + i * C, live)
             if shift is not None:
-                v = v + tl.load(shift + col + i * C).to(tl.float32)[None, :]
+                v = v + _load_vector(shift + col + i * C, live)
             tl.store(normed + base + i * C, v.to(normed.dtype.element_ty), mask=ok)
         tl.store(stats + row, mean, mask=row < N)
         tl.store(stats + N + row, rstd, mask=row < N)
@@ -374,7 +390,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     """
     Shapes for the kernels above: (constexprs, num_warps), or None where they do not apply and the PyTorch path is taken: a factor m
     above 28, two factors that are no power of two, or heads of fewer than 8 channels. bits: 16 or 32, of one element. kind: "forward",
-    "pre" (the input is scaled first, so it is fp32 by then), "few" (under 16 rows), "grads".
+    "pre" (the input is scaled first, so it is fp32 by then), "few" (under 16 rows), "grads", "norm", "norm few".
     """
     (mh, ch), (mi, ci) = _split_order(n_head), (1, 1) if heads_only else _split_order(d // n_head)
     M = mh * mi
@@ -384,16 +400,18 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     if heads_only:
         A, P, C = 1, ch, d // n_head
         CW = W = min(C & -C, 128)
+        if "norm" in kind and CW < C < 128:  # whole rows in one program
+            CW = W = 1 << (C - 1).bit_length()
         each = (4 if M * P <= 12 else 2) if kind == "grads" else 8 if bits == 16 and M * P <= 16 else 4  # numbers a thread and tile
-        R = 1 if kind == "few" else max(1, each * 128 // W)
+        R = 1 if "few" in kind else max(1, each * 128 // W)
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
-        if bits == 16 and kind == "forward" and A * C >= 64 and d <= 2048:  # 2560 spills, on sm_80 and with Triton 3.6
+        if bits == 16 and kind in ("forward", "norm") and A * C >= 64 and d <= 2048:  # 2560 spills, on sm_80 and with Triton 3.6
             inner, R, warps = 2, 16, 4 if d <= 1024 else 8
             W = min(A * C, 64 if d <= 1024 else 128)  # 16 bytes a thread and load
         else:
             warps = 4 if d <= 4096 else 8 if d <= 8192 else 16
-            R = 1 if kind == "few" else max(1, (4096 if kind == "grads" else 8192) // d)  # 32 or 64 numbers a thread
+            R = 1 if "few" in kind else max(1, (4096 if kind == "grads" else 8192) // d)  # 32 or 64 numbers a thread
             R = 1 << (R.bit_length() - 1)
             W = min(A * C, max(A, 1 << (max(1, warps * 128 // R) - 1).bit_length()))  # 4 numbers a thread and tile
         P = A * C // W
@@ -425,7 +443,7 @@ def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
 
 def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
     (N, d), (x, residual, alpha, beta, weight, shift) = x.shape, _rows(x, residual, alpha, beta, weight, shift)
-    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N < 16 else "forward")
+    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "norm few" if N < 16 else "norm")
     out, normed, stats = torch.empty_like(residual), torch.empty_like(x), torch.empty(2, N, dtype=torch.float32, device=x.device)
     if N:
         with torch.cuda.device_of(x):
@@ -569,8 +587,8 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
     "Whether hadamard_affine_norm is one kernel on a GPU: where a program holds whole rows, and within the instructions that 8 bytes an element allow"
     if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
         return False
-    plan = _plan(d, n_head, heads_only, 16)
-    return plan is not None and _columns(plan[0]) == 1 and (heads_only or d <= 2048)
+    plan = _plan(d, n_head, heads_only, 16, "norm")
+    return plan is not None and plan[0]["CW"] >= plan[0]["C"] and (heads_only or d <= 2048)
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):

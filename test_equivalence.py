@@ -318,9 +318,9 @@ def test_hadamard_triton_takes_any_strides():
 
 
 @needs_triton
-@pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (96, 8, False), (1536, 16, False), (768, 12, True), (1024, 16, True)])
+@pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (96, 8, False), (1536, 16, False), (768, 12, True), (1024, 16, True), (1536, 16, True), (96, 4, True)])
 def test_hadamard_norm_triton_is_exact(d, n_head, heads_only):
-    assert hadamard_norm_is_fused(d, n_head, heads_only) and not hadamard_norm_is_fused(1536, 16, True) and not hadamard_norm_is_fused(2560, 20)
+    assert hadamard_norm_is_fused(d, n_head, heads_only) and not hadamard_norm_is_fused(2560, 20)
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     alpha, beta, weight, shift = (torch.randn(d) for _ in range(4))
     for dtype, wide, N, rms in ((torch.float32, torch.float32, 17, False), (torch.float16, torch.float32, 33, True), (torch.float16, torch.float16, 33, False),
@@ -389,8 +389,10 @@ HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an 
     (90, "pre", "bf16", 768, 12, False, 29), (90, "few", "bf16", 768, 12, False, 125), (90, "grads", "bf16", 1024, 16, False, 53),
     (80, "grads", "bf16", 1536, 16, False, 66), (100, "grads", "bf16", 768, 12, True, 38),
     # with residual and norm, 8 bytes an element in bf16 (12 with an fp32 residual), so twice the budget
-    (90, "norm", "bf16", 768, 12, True, 28), (90, "norm", "bf16", 768, 12, False, 34), (90, "norm", "bf16", 1024, 16, True, 25), (80, "norm", "bf16", 1024, 16, False, 30),
-    (90, "norm fp32", "bf16", 1024, 16, True, 23), (90, "norm fp32", "bf16", 2048, 16, False, 36), (90, "norm", "bf16", 1536, 16, False, 41), (100, "norm", "bf16", 2048, 16, True, 28), (90, "norm", "bf16", 2048, 16, False, 36),
+    (90, "norm", "bf16", 768, 12, True, 26), (90, "norm", "bf16", 768, 12, False, 30), (80, "norm", "bf16", 1024, 16, False, 27),
+    (90, "norm fp32", "bf16", 1024, 16, True, 20), (90, "norm fp32", "bf16", 2048, 16, False, 31), (90, "norm", "bf16", 1536, 16, False, 36),
+    (100, "norm", "bf16", 2048, 16, True, 23), (90, "norm", "bf16", 2048, 16, False, 31),
+    (90, "norm", "bf16", 1536, 16, True, 34), (80, "norm fp32", "bf16", 1536, 16, True, 32), (100, "norm fp32", "bf16", 1536, 16, True, 32),  # heads of 96
 ]
 
 
@@ -398,7 +400,7 @@ HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an 
 def test_hadamard_machine_code_has_no_spills_and_few_instructions(compilers):
     jobs = []
     for sm, kind, dtype, d, n_head, heads_only, ceiling in HADAMARD_CODE:
-        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, "forward" if "norm" in kind else kind)
+        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind.split()[0])
         args = dict(x=f"*{dtype}", N="i32", scale="fp32")
         if kind == "grads":
             args |= dict(dy=f"*{dtype}", dalpha="*fp32", dbeta="*fp32")
@@ -411,9 +413,9 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compilers):
     faults = []
     for what, job in zip(HADAMARD_CODE, jobs):
         sm, kind, dtype, d, n_head, heads_only, ceiling = what
-        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, "forward" if "norm" in kind else kind)
+        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind.split()[0])
         code = job.result()
-        each = code.opcodes.total() * 32 * warps / (plan["R"] * plan["M"] * plan["P"] * plan["W"])
+        each = code.opcodes.total() * 32 * warps / (plan["R"] * min(d, plan["M"] * plan["P"] * plan["W"]))  # of d, not of tiles wider than a head
         spills = sum(n for op, n in code.opcodes.items() if op.startswith(("LDL", "STL")))
         wide = [sum(n for op, n in code.opcodes.items() if op.startswith(mem) and ".128" in op) for mem in ("LDG", "STG")]
         print(what, f"{each:.1f} instructions an element, {code.registers} registers, stack {code.stack}, {wide} wide")
