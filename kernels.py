@@ -153,16 +153,16 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
         dtype = dtype if v is None else torch.promote_types(dtype, v.dtype)
     wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # for 16-bit rows beside fp32 vectors: rounded once, on the way out
     scaled = None if pre is None else x.new_empty(r, x.shape[1])
-    alpha = scale if alpha is None else alpha * scale
+    alpha = None if alpha is None and scale == 1.0 else x.new_tensor(scale, dtype=dtype) if alpha is None else alpha * scale
     for i in range(0, len(x), r):
         block, o = x[i:i + r], out[i:i + r]
         w = o if wide is None else wide[:len(o)]
         if pre is not None:
-            block = scaled[:len(o)].copy_(torch.mul(block, pre, out=w))
+            block = torch.mul(block, pre, out=scaled[:len(o)]) if wide is None else scaled[:len(o)].copy_(torch.mul(block, pre, out=w))
         u = transform(block, o)
-        if alpha is not scale or scale != 1.0:
-            u = torch.mul(u, alpha, out=w)
-        if beta is not None:
+        if alpha is not None:
+            u = torch.mul(u, alpha, out=w) if beta is None else torch.addcmul(beta, u, alpha, out=w)  # one pass where mul, then add took two
+        elif beta is not None:
             u = torch.add(u, beta, out=w)
         if u is not o:
             o.copy_(u)
@@ -175,7 +175,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only):
     dalpha, dbeta = (x.new_zeros(x.shape[1], dtype=dtype) for _ in range(2))
     wide, ones = x.new_empty(r, x.shape[1], dtype=dtype), x.new_ones(1, r, dtype=dtype)
     for i in range(0, len(x), r):
-        g = wide[:len(x) - i].copy_(dy[i:i + r])
+        g = wide[:len(x) - i].copy_(dy[i:i + r])  # in fp32 too: used twice, it comes from the cache the second time
         dbeta += (ones[:, :len(g)] @ g)[0]  # a product with ones sums rows 2 to 4 times faster than sum(0)
         dalpha += (ones[:, :len(g)] @ g.mul_(transform(x[i:i + r])))[0]
     return dalpha * scale, dbeta
