@@ -1051,7 +1051,7 @@ def load_checkpoint(path, kind=None):
     "-> the checkpoint, a dict. ValueError in one line for a file that is none of ours, or not of this kind (GPT | SHAQ)."
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        if ckpt["kind"] not in ("GPT", "SHAQ") or not {"config", "model", "data"} <= set(ckpt):
+        if not isinstance(ckpt, dict) or ckpt.get("kind") not in ("GPT", "SHAQ") or not {"config", "model", "data"} <= set(ckpt):
             raise KeyError
         if kind == ckpt["kind"] and not {"settings", "optimizer", "step"} <= set(ckpt):  # enough to sample from, not to train on
             raise KeyError
@@ -1096,6 +1096,7 @@ def main():
     if not ids:
         die("--prompt is empty: give at least one character to continue")
     model = model_of(ckpt).to(m.device)
+    model = model.collapse() if ckpt["kind"] == "SHAQ" else model  # its value gates are constants by now
     out = model.generate(torch.tensor([ids], device=m.device), args.tokens, args.temperature, args.top_k,
                          generator=torch.Generator().manual_seed(args.seed))
     out = (out[0] if isinstance(out, tuple) else out)[0].tolist()  # SHAQ also returns its state

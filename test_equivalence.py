@@ -1726,6 +1726,15 @@ def test_shaq_collapse_changes_nothing_but_the_count():
     assert n - sum(small.param_breakdown().values()) == 2 * (2 * 16 * 16 + 2 * 16)
 
 
+def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, monkeypatch, capsys):
+    model = tiny_shaq(vocab_size=256)
+    torch.save(dict(kind="SHAQ", config=asdict(model.config), model=model.state_dict(), data=dict(name="mine", tokenizer="byte")), tmp_path / "ckpt.pt")
+    monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={tmp_path / 'ckpt.pt'}", "--device=cpu", "--prompt=def ", "--tokens=60", "--seed=7"])
+    pd.run(model_py.main)
+    ids = model.generate(torch.tensor([list(b"def ")]), 60, 0.8, 50, generator=torch.Generator().manual_seed(7))[0][0].tolist()
+    assert capsys.readouterr().out == pd.decode("byte", ids) + "\n"
+
+
 @pytest.mark.parametrize("preset", ["sharnn", "shaq", "mean_mem"])
 def test_shaq_state_survives_a_file_and_holds_no_graph(preset, tmp_path):
     model = tiny_shaq(preset, **(dict(mean_window=5, mem_len=8) if preset == "mean_mem" else dict(mem_len=8)))
