@@ -547,12 +547,15 @@ def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor,
 
 def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
     wide = torch.promote_types(residual.dtype, torch.float32)
-    out = (residual.to(wide) + _hadamard(x, alpha, beta, None, scale, n_head, heads_only)).to(residual.dtype)
-    y = out.to(wide)
-    mean = y.mean(-1) * (0 if rms else 1)
-    rstd = ((y - mean[:, None]).square().mean(-1) + eps).rsqrt()
-    normed = (y - mean[:, None]) * rstd[:, None] * weight
-    return out, (normed if shift is None else normed + shift).to(x.dtype), torch.stack((mean, rstd))
+    out = (residual + _hadamard(x, alpha, beta, None, scale, n_head, heads_only)).to(residual.dtype)
+    y = out if not rms and out.device.type == "cpu" else out.to(wide)  # there LayerNorm takes 16-bit rows beside fp32 vectors
+    weight, shift = weight.to(wide), None if shift is None else shift.to(wide)
+    if not rms:
+        normed, *stats = torch.native_layer_norm(y, y.shape[1:], weight, shift, eps)
+        return out, normed.to(x.dtype), torch.stack([s[:, 0] for s in stats])
+    rstd = (y.square().mean(-1) + eps).rsqrt()
+    normed = y * rstd[:, None] * weight
+    return out, (normed if shift is None else normed.add_(shift)).to(x.dtype), torch.stack((torch.zeros_like(rstd), rstd))
 
 
 @_hadamard_norm.register_fake
