@@ -54,7 +54,7 @@ ABLATIONS = {  # [3, tables 1 and 2]: hours an epoch on a V100, parameters, test
     "layers2_heads2": (None, "29M", 1.164), "layers2": (None, "29M", 1.135), "shaq": (18.5 / 32, "26M", 1.180),
 }
 # [1, tables 3 and 4], one H100: ms, tokens/s and MB, dense then Hadamard. Each memory difference is 4 bytes a weight that is gone (in MiB):
-# those runs kept fp32 weights. The tokens/s of table 3 do not follow from its latencies (65,536 tokens in 33 ms are 2.0M/s): both are shown.
+# those runs kept fp32 weights. Table 3's tokens/s do not follow from its latencies (65,536 tokens in 33 ms are 2.0M/s): both are shown.
 PREFILL = {"tiny": ((33.157, 150126, 16264), (32.366, 156133, 16227)), "small": ((84.699, 53154, 21330), (83.204, 55956, 21233)),
            "base": ((129.595, 26921, 26504), (126.442, 28585, 26289)), "large": ((174.158, 16188, 32240), (169.501, 17318, 31857))}
 DECODE = {"tiny": ((39.662, 52820, 7299), (39.002, 53730, 7259)), "small": ((105.232, 19978, 16625), (102.998, 20409, 16529)),
@@ -81,7 +81,8 @@ def start(what, doc, argv, *flags):
         parser.add_argument(f"--{name}", **kw)
     parser.add_argument("--out", default=f"out/bench/{what}.jsonl", help="records are appended here")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to measure")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="bfloat16 where there are instructions for it")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
+                        help="bfloat16 where there are instructions for it")
     args = parser.parse_args(argv)
     try:
         m = machine(args.device, args.dtype)
@@ -142,8 +143,9 @@ def record(args, **fields):
 def timed(work, m, rounds=7, least=0.02):
     """
     Seconds a call: {name: f(i)} -> {name: (rounds,) array}. Rounds are interleaved, so that a machine that slows down slows all alike.
-    Two calls warm up (compilation), or a whole turn of a ring: on a CPU the first one pays for pages never touched before. A sample is as many
-    calls as last `least` seconds, between two synchronisations. i counts calls: with it f takes its inputs from a ring larger than the cache.
+    Two calls warm up (compilation), or a whole turn of a ring: on a CPU the first one pays for pages never touched before. A sample is as
+    many calls as last `least` seconds, between two synchronisations. i counts calls: with it f takes its inputs from a ring larger than
+    the cache.
     """
     wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(m.device.type, lambda: None)
     count, calls, samples = dict.fromkeys(work, 0), {}, {name: [] for name in work}
@@ -186,8 +188,8 @@ def ring(make):
 
 
 def in_turn(f, *rings):
-    """i -> f(of the i-th of each ring). On a GPU results are kept for one turn, so that they rotate through memory too; on a CPU, where memory
-    never touched before costs more than most of what is measured, the next call gets theirs, as in training."""
+    """i -> f(of the i-th of each ring). On a GPU results are kept for one turn, so that they rotate through memory too; on a CPU, where
+    memory never touched before costs more than most of what is measured, the next call gets theirs, as in training."""
     n, kept = len(rings[0]), {}
 
     def call(i):
@@ -264,7 +266,8 @@ def bench_params(argv):
 
     def add(name, paper, n):
         exact = isinstance(paper, int)
-        rows.append((name, f"{paper:,}" if exact else paper, f"{n:,}", f"{n - paper:+,}" if exact else f"{(n - printed(paper)) / 1e6:+.2f}M"))
+        rows.append((name, f"{paper:,}" if exact else paper, f"{n:,}",
+                     f"{n - paper:+,}" if exact else f"{(n - printed(paper)) / 1e6:+.2f}M"))
         record(args, name=name, paper=paper if exact else printed(paper), measured=n)
 
     for size, paper in MILLIONS.items():
@@ -345,8 +348,8 @@ class Trainer:
             self.micro = max(i for i in range(1, min(s["micro_batch"], self.B) + 1) if self.B % i == 0)
             self.windows = train_gpt.Windows(data.train, self.T, self.B, seed)
             s.setdefault("max_steps", -(-20 * self.params // s["batch_tokens"]))
-            self.optimizer = torch.optim.AdamW(param_groups(self.model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"], eps=1e-8,
-                                               fused=m.device.type != "mps")
+            self.optimizer = torch.optim.AdamW(param_groups(self.model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"],
+                                               eps=1e-8, fused=m.device.type != "mps")
             self.flops = self.model.flops_per_token()
         else:
             self.T, self.B = s["bptt"], s["batch"]
@@ -422,7 +425,8 @@ class Trainer:
 
 @torch.no_grad()
 def share(model, given):
-    "Copy from given {name: tensor} each parameter of the same name and shape; of c_attn, where mha has W_Q W_K W_V and dva two more, the rows both have"
+    """Copy from given {name: tensor} each parameter of the same name and shape; of c_attn, where mha has W_Q W_K W_V and dva two more, the
+    rows both have"""
     for name, p in model.named_parameters():
         q = given.get(name)
         if q is not None and p.shape[1:] == q.shape[1:] and (len(p) == len(q) or "c_attn" in name):
@@ -480,7 +484,8 @@ def bench_compare(argv):
         die("compare needs two --variant flags or more, --seeds and --points of 1 or more")
     for text, v in zip(texts, variants):
         if SAME & set(v):
-            die(f"--variant {text!r} changes {', '.join(sorted(SAME & set(v)))}, so it would not read the same data: give it in --set for all")
+            die(f"--variant {text!r} changes {', '.join(sorted(SAME & set(v)))}, so it would not read the same data: "
+                "give it in --set for all")
         if args.equal != "steps" and "max_steps" in v:
             die(f"--variant {text!r} sets max_steps, which --equal={args.equal} computes: give it in --set")
     reproducible(m)
@@ -509,7 +514,7 @@ def bench_compare(argv):
     loss, rate, peak = [[[] for _ in variants] for _ in range(3)]
     for seed in range(args.seed, args.seed + args.seeds):
         given = make(variants[0], seed, {}).initial
-        for i in [(seed + k) % len(variants) for k in range(len(variants))]:  # another one first with each seed: a machine that warms up favours none
+        for i in [(seed + k) % len(variants) for k in range(len(variants))]:  # another first with each seed: warming up favours none
             t = make(variants[i], seed, given)
             t.set_steps(steps[i])
             curve, tokens_per_s = t.run(args.points)
@@ -518,8 +523,9 @@ def bench_compare(argv):
             peak[i].append(t.peak.mib())
             bits = curve[-1][2] / math.log(2) / data.bytes_per_token
             record(args, model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=params[i],
-                   tokens=steps[i] * t.step_tokens, val_loss=curve[-1][2], bits_per_byte=bits, tokens_per_s=tokens_per_s, peak_mib=peak[i][-1],
-                   compiled=args.compile, dataset=data.name, bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), curve=curve)
+                   tokens=steps[i] * t.step_tokens, val_loss=curve[-1][2], bits_per_byte=bits, tokens_per_s=tokens_per_s,
+                   peak_mib=peak[i][-1], compiled=args.compile, dataset=data.name, bytes_per_token=data.bytes_per_token,
+                   preset=t.s.get("preset"), curve=curve)
             print(f"seed {seed}  {texts[i] or 'default'}: {curve[-1][2]:.4f} nats a token, {tokens_per_s:,.0f} tokens/s", file=sys.stderr)
             del t
     rows = []
@@ -530,8 +536,8 @@ def bench_compare(argv):
                      "baseline" if i == 0 else f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}"),
                      f"{np.median(rate[i]):,.0f}", peak[i][0] and f"{max(peak[i]):,.0f}"))
     table(args, f"Equal {args.equal}, {args.seeds} seeds, {data.name}, {'compiled' if args.compile else 'not compiled'}",
-          ["variant", "parameters", "steps", "paper, its data and size", "validation loss, nats", "bits a byte", "difference ± standard error",
-           "tokens/s", "peak MiB"], rows)
+          ["variant", "parameters", "steps", "paper, its data and size", "validation loss, nats", "bits a byte",
+           "difference ± standard error", "tokens/s", "peak MiB"], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -575,7 +581,8 @@ def both(f, weights):
 
 
 def shares(args, m, title, fields, forward, training, floors, compare_with, times={}):
-    "Time forward and forward + backward, print both. floors {name: elements that must move (forward, both)}, times {name: factor on its time}"
+    """Time forward and forward + backward, print both. floors {name: elements that must move (forward, both)}, times {name: factor on its
+    time}"""
     def measure(work):
         turn = dict.fromkeys(work, 1)
         if args.gpu:  # a turn in one CUDA graph: the device's time, not Python's. cuDNN's LSTM and the loop take long enough as they are.
@@ -593,7 +600,8 @@ def shares(args, m, title, fields, forward, training, floors, compare_with, time
                 row += [None] * 3
                 continue
             share = floors[name][i] / floors["copy"][0] * median[0]["copy"] / median[i][name] if name in floors else None
-            row += [spread(t[i][name]), share and f"{share:.2f}", f"{median[i][compare_with] / median[i][name]:.2f}" if compare_with in median[i] else None]
+            row += [spread(t[i][name]), share and f"{share:.2f}",
+                    f"{median[i][compare_with] / median[i][name]:.2f}" if compare_with in median[i] else None]
             record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), share_of_copy=share, **fields)
         rows.append(row)
     speedup = f"times {compare_with}"
@@ -608,7 +616,7 @@ def affine_rows(args, m, d):
 
     x, dy = ring(lambda: random(args.rows, d)), ring(lambda: random(args.rows, d))
     y = ring(lambda: random(args.rows, d))
-    alpha, beta = random(d, grad=True, dtype=torch.float32), random(d, grad=True, dtype=torch.float32)  # as in training: fp32 beside 16-bit rows
+    alpha, beta = random(d, grad=True, dtype=torch.float32), random(d, grad=True, dtype=torch.float32)  # as in training, beside 16-bit rows
     low = [t.detach().to(m.dtype).requires_grad_() for t in (alpha, beta)]
     W, b = (random(d, d) * d ** -0.5).requires_grad_(), random(d, grad=True)
     layers = {"dense": (lambda x: F.linear(x, W, b), (W, b)), "identity": (lambda x: torch.addcmul(low[1], x, low[0]), low),
@@ -626,8 +634,10 @@ def affine_rows(args, m, d):
     if hadamard_norm_is_fused(d, h, h > 1):  # x and residual read, their sum and its norm written
         ends = {"one pass": lambda x, r: hadamard_affine_norm(x, alpha, beta, r, alpha, beta, n_head=h, heads_only=h > 1),
                 "two steps": lambda x, r: F.layer_norm(r + hadamard_affine(x, alpha, beta, h, h > 1), (d,), *low)}
-        shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}", dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
-               dict(copy=copy) | {k: in_turn(forward(f), x, y) for k, f in ends.items()}, {}, dict(copy=(2 * N,)) | dict.fromkeys(ends, (4 * N, None)), "two steps")
+        shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}",
+               dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
+               dict(copy=copy) | {k: in_turn(forward(f), x, y) for k, f in ends.items()}, {},
+               dict(copy=(2 * N,)) | dict.fromkeys(ends, (4 * N, None)), "two steps")
 
 
 def pool_loop(gates):
@@ -647,13 +657,15 @@ def pool_rows(args, m, B, T, H):
     lstm = torch.nn.LSTM(H, H, batch_first=True).to(m.device, m.dtype)
     gates, x, dh = (ring(lambda n=n: torch.randn(B, T, n, device=m.device).to(m.dtype)) for n in (3 * H, H, H))
     slow = "loop" if short == T else f"loop, {T / short:g} times {short} steps"
-    layers = {"fo-pool": (lambda g: qrnn_pool(g)[0], gates, ()), "QRNN layer (product and fo-pool)": (lambda x: qrnn(x)[0], x, tuple(qrnn.parameters())),
+    layers = {"fo-pool": (lambda g: qrnn_pool(g)[0], gates, ()),
+              "QRNN layer (product and fo-pool)": (lambda x: qrnn(x)[0], x, tuple(qrnn.parameters())),
               "LSTM layer" + (" (cuDNN)" if args.gpu else ""): (lambda x: lstm(x)[0], x, tuple(lstm.parameters())),
               slow: (pool_loop, [g[:, :short].contiguous() for g in gates], ())}
     grads = {slow: [g[:, :short].contiguous() for g in dh]}
 
     n, turns = B * T * H, {k: min(len(r), len(dh)) for k, (_, r, _) in layers.items()}
-    shares(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does", dict(op="fo_pool", B=B, T=T, H=H),
+    shares(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
+           dict(op="fo_pool", B=B, T=T, H=H),
            dict(copy=in_turn(lambda x, y: y.copy_(x), x, dh)) | {k: in_turn(forward(f), r[:turns[k]]) for k, (f, r, _) in layers.items()},
            {k: in_turn(both(f, w), r[:turns[k]], grads.get(k, dh)) for k, (f, r, w) in layers.items()},
            # three logits read, h written; backward: logits and dh read, three gradients written
@@ -685,7 +697,8 @@ def gains(t):
 
 def speed_flags(gpu, batch, T):
     return (("sizes", dict(type=names, default="tiny,small,base,large" if gpu else "nano", help=", ".join(SIZES))),
-            ("batch", dict(type=numbers, default=batch, help="one or a list")), ("T", dict(type=numbers, default=T, help="tokens of the prompt, one or a list")),
+            ("batch", dict(type=numbers, default=batch, help="one or a list")),
+            ("T", dict(type=numbers, default=T, help="tokens of the prompt, one or a list")),
             ("compile", dict(type=names, default="0,1" if gpu else "0", help="0, 1 or 0,1: torch.compile without and with")),
             ("runs", dict(type=int, default=3, help="latency is their mean and standard deviation")))
 
@@ -700,8 +713,8 @@ def cases(args):
 
 @torch.no_grad()
 def bench_prefill(argv):
-    """A prompt through the model, logits of every position out, as the memory of the paper's table 3 says that it did. Share of the gain: of
-    what identity, no mix at all, gains over dense, how much the variant does."""
+    """A prompt through the model, logits of every position out, as the memory of the paper's table 3 says that it did. Share of the gain:
+    of what identity, no mix at all, gains over dense, how much the variant does."""
     gpu = torch.cuda.is_available()
     args, m = start("prefill", bench_prefill.__doc__, argv, *speed_flags(gpu, "1024" if gpu else "8", "64" if gpu else "128"))
     rows = []
@@ -733,8 +746,8 @@ def bench_prefill(argv):
             record(args, size=size, batch=B, T=T, compiled=compiled, variant=out, seconds=v.tolist(), tokens_per_s=B * T / v.mean(),
                    gain=gain[out][0], share=gain[out][1], peak_mib=peak[out])
         del work, models, model
-    table(args, "Prefill", ["size", "batch x T", "", "variant", "paper, ms", "measured, ms", "difference", "tokens/s", "paper, tokens/s", "paper's gain",
-                            "gain", "share of identity's gain", "paper, MB", "peak MiB"], rows)
+    table(args, "Prefill", ["size", "batch x T", "", "variant", "paper, ms", "measured, ms", "difference", "tokens/s", "paper, tokens/s",
+                            "paper's gain", "gain", "share of identity's gain", "paper, MB", "peak MiB"], rows)
 
 
 @torch.no_grad()
@@ -784,17 +797,18 @@ def bench_decode(argv):
                 ours = B / v.mean()
                 both = {(2048, 64): [r[1] for r in DECODE.get(size, ())], (1024, 16): DECODE_V1.get(size, ())}.get((B, n), ())
                 paper = both[i] if both and i < 2 else None
-                rows.append((size, f"{B} x {T} + {n}", f"{'compiled, ' if compiled else ''}{mode}", out, paper and f"{paper:,}", f"{ours:,.0f}",
-                             paper and f"{ours / paper:.2f} times", f"{t_first[out].mean() * 1e3:.3f}",
-                             f"{v.mean() * 1e3:.3f} ± {v.std(ddof=1) * 1e3 if len(v) > 1 else 0:.3f}", f"{floor * 1e3:.3f}", f"{floor / v.mean():.2f}",
-                             f"{both[1] / both[0] - 1:+.1%}" if both and i == 1 else None, f"{gain[out][0]:+.1%}",
-                             gain[out][1] and f"{gain[out][1]:.2f}", peak[out] and f"{peak[out]:,.0f}"))
-                record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(), tokens_per_s=ours,
-                       seconds_first=t_first[out].tolist(), floor=floor, gain=gain[out][0], share=gain[out][1], peak_mib=peak[out])
+                rows.append((size, f"{B} x {T} + {n}", f"{'compiled, ' if compiled else ''}{mode}", out, paper and f"{paper:,}",
+                             f"{ours:,.0f}", paper and f"{ours / paper:.2f} times", f"{t_first[out].mean() * 1e3:.3f}",
+                             f"{v.mean() * 1e3:.3f} ± {v.std(ddof=1) * 1e3 if len(v) > 1 else 0:.3f}", f"{floor * 1e3:.3f}",
+                             f"{floor / v.mean():.2f}", f"{both[1] / both[0] - 1:+.1%}" if both and i == 1 else None,
+                             f"{gain[out][0]:+.1%}", gain[out][1] and f"{gain[out][1]:.2f}", peak[out] and f"{peak[out]:,.0f}"))
+                record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(),
+                       tokens_per_s=ours, seconds_first=t_first[out].tolist(), floor=floor, gain=gain[out][0], share=gain[out][1],
+                       peak_mib=peak[out])
         del first, eager, graph, models, model, cache, prompt, steps, hidden, work
     table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
-        "size", "batch x prompt + new", "", "variant", "paper, tokens/s", "tokens/s", "difference", "first token, ms", "then ms a token", "floor, ms",
-        "share of floor", "paper's gain", "gain", "share of identity's gain", "peak MiB"], rows)
+        "size", "batch x prompt + new", "", "variant", "paper, tokens/s", "tokens/s", "difference", "first token, ms", "then ms a token",
+        "floor, ms", "share of floor", "paper's gain", "gain", "share of identity's gain", "peak MiB"], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -814,22 +828,26 @@ def bench_train(argv):
         "train", bench_train.__doc__, argv,
         ("sizes", dict(type=names, default="tiny" if gpu else "nano", help="of the four output projections")),
         ("models", dict(type=names, default="gpt,book,shaq", help="which of the papers")),
-        ("presets", dict(type=names, default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq", help="of SHAQ")),
+        ("presets", dict(type=names, default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq",
+                         help="of SHAQ")),
         ("set", dict(default="", help="name=value,.. for the GPTs (on a CPU the two books are 4 layers of 256 where not given)")),
         ("shaq_set", dict(default="", help="the same for SHAQ")),
-        ("compile", dict(type=flag01, default=gpu, help="torch.compile the GPTs")), ("rounds", dict(type=int, default=5 if gpu else 3, help="steps of each that are timed")))
+        ("compile", dict(type=flag01, default=gpu, help="torch.compile the GPTs")),
+        ("rounds", dict(type=int, default=5 if gpu else 3, help="steps of each that are timed")))
     known("--models", args.models, ["gpt", "book", "shaq"])
     known("--sizes", args.sizes, SIZES)
     known("--presets", args.presets, SHAQ_PRESETS)
     peak, source = peak_flops(m)
     common, shaq = settings("gpt", args.set, "--set"), settings("shaq", args.shaq_set, "--shaq_set")
-    # a book's recipe names fp32; here it runs in the precision of the table's caption. Four heads keep [2]'s head width when the model shrinks.
+    # a book's recipe names fp32; here it runs in the precision of the table. Four heads keep [2]'s head width when the model shrinks.
     less = {} if gpu or args.set else dict(n_layer=4, n_embd=256)
-    groups = [("gpt", 256 if s == "nano" else 50257, {f"{s}, {o}": dict(size=s, attn_out=o) | common for o in OUTS}) for s in args.sizes if "gpt" in args.models]
+    groups = [("gpt", 256 if s == "nano" else 50257, {f"{s}, {o}": dict(size=s, attn_out=o) | common for o in OUTS})
+              for s in args.sizes if "gpt" in args.models]
     if "book" in args.models:
         book = {"gpt2_book": dict(size="gpt2_book") | less | (dict(n_head=4) if less else {}), "dva_book": dict(size="dva_book") | less,
                 "dva_book, outer form": dict(size="dva_book", attn="dva_outer") | less}
-        groups.append(("gpt", 50257, {k: v | {n: c for n, c in common.items() if n != "n_head" or v["size"] == "gpt2_book"} for k, v in book.items()}))
+        groups.append(("gpt", 50257, {k: v | {n: c for n, c in common.items() if n != "n_head" or v["size"] == "gpt2_book"}
+                                      for k, v in book.items()}))
     if "shaq" in args.models:
         groups.append(("shaq", 205, {p: dict(preset=p) | shaq for p in args.presets}))
     rows, ratios = [], []
@@ -849,16 +867,17 @@ def bench_train(argv):
                     t.step(2 + i)
         seconds, tokens = {}, {n: t.step_tokens for n, t in trainers.items()}
         if kind == "shaq":  # windows differ in length, but step i of all variants is the same window
-            tokens = {n: sum(train_shaq.window_length(1, i, t.T) for i in range(3, 3 + args.rounds)) / args.rounds * t.B for n, t in trainers.items()}
+            tokens = {n: sum(train_shaq.window_length(1, i, t.T) for i in range(3, 3 + args.rounds)) / args.rounds * t.B
+                      for n, t in trainers.items()}
         seconds = timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0)
         for name, s in seconds.items():
             mid, t = (s.mean() if kind == "shaq" else np.median(s)), trainers[name]
             rate = tokens[name] / mid
             hours = ABLATIONS[name][0] if kind == "shaq" else None
             paper = 90e6 / (hours * 3600) if hours else None
-            rows.append((name, f"{t.params:,}", f"{tokens[name]:,.0f}", "compiled" if args.compile and kind == "gpt" else "eager", spread(s),
-                         paper and f"{paper:,.0f}", f"{rate:,.0f}", paper and f"{rate / paper:.2f} times", f"{rate * t.flops / peak:.1%}",
-                         memory[name] and f"{memory[name]:,.0f}"))
+            rows.append((name, f"{t.params:,}", f"{tokens[name]:,.0f}", "compiled" if args.compile and kind == "gpt" else "eager",
+                         spread(s), paper and f"{paper:,.0f}", f"{rate:,.0f}", paper and f"{rate / paper:.2f} times",
+                         f"{rate * t.flops / peak:.1%}", memory[name] and f"{memory[name]:,.0f}"))
             record(args, model=kind, variant=name, seconds=s.tolist(), tokens=tokens[name], tokens_per_s=rate, mfu=rate * t.flops / peak,
                    peak_mib=memory[name], params=t.params, compiled=args.compile and kind == "gpt")
         ratio = {n: tokens[n] / (s.mean() if kind == "shaq" else np.median(s)) for n, s in seconds.items()}
@@ -868,7 +887,8 @@ def bench_train(argv):
             if name == "dva_book":
                 paper = 1 / (1 - 0.376)  # 15 min 47 s -> 9 min 51 s
             x = ratio[name] / ratio[base]
-            ratios.append((f"{name} against {base}", paper and f"{paper:.2f}", f"{x:.2f}", signed(x - paper if paper else None), f"{1 / x - 1:+.1%}"))
+            ratios.append((f"{name} against {base}", paper and f"{paper:.2f}", f"{x:.2f}", signed(x - paper if paper else None),
+                           f"{1 / x - 1:+.1%}"))
         del trainers, t
     table(args, f"Training steps; MFU against {peak / 1e12:.3g} TFLOP/s, {source}", [
         "model", "parameters", "tokens a step", "", "ms", "paper (V100), tokens/s", "tokens/s", "difference", "MFU", "peak MiB"], rows)
@@ -887,16 +907,18 @@ def slope(x, y):
 
 
 def bench_scaling(argv):
-    """Each size trained on 20 tokens a parameter; loss against compute (6 N D, as the paper counts), and the exponent of loss ~ C^s. Its error: from
-    the residuals of the fit, and by resampling seeds (runs of one seed share data and initial values, so differences are paired)."""
+    """Each size trained on 20 tokens a parameter; loss against compute (6 N D, as the paper counts), and the exponent of loss ~ C^s. Its
+    error: from the residuals of the fit, and by resampling seeds (runs of one seed share data and initial values, so differences are
+    paired)."""
     gpu = torch.cuda.is_available()
     args, m = start(
         "scaling", bench_scaling.__doc__, argv,
         ("sizes", dict(type=names, default="tiny,small" if gpu else "1x16,2x16,2x24,2x32", help="names of sizes, or layers x width")),
         ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
         ("set", dict(default="", help="name=value,.. for all (on a CPU batches of 2048 tokens, T 128, where not given)")),
-        ("tokens_per_param", dict(type=float, default=20.0, help="compute-optimal: 20")), ("seeds", dict(type=int, default=1, help="how many")),
-        ("seed", dict(type=int, default=1, help="the first")), ("compile", dict(type=flag01, default=gpu, help="torch.compile")))
+        ("tokens_per_param", dict(type=float, default=20.0, help="compute-optimal: 20")),
+        ("seeds", dict(type=int, default=1, help="how many")), ("seed", dict(type=int, default=1, help="the first")),
+        ("compile", dict(type=flag01, default=gpu, help="torch.compile")))
     common = settings("gpt", args.set or ("" if gpu else "block_size=128,batch_tokens=2048,lr=4e-3,min_lr=4e-4,eval_tokens=65536"), "--set")
     known("--variants", args.variants, OUTS)
     sizes = {}
@@ -921,21 +943,25 @@ def bench_scaling(argv):
                 t.set_steps(max(1, round(args.tokens_per_param * t.params / t.step_tokens)))
                 t.warmup = min(t.warmup, t.steps // 10)
                 if t.steps * t.step_tokens > 4 * len(data.train):
-                    print(f"note: {size} reads {data.name}'s {len(data.train):,} tokens {t.steps * t.step_tokens / len(data.train):.1f} times", file=sys.stderr)
+                    print(f"note: {size} reads {data.name}'s {len(data.train):,} tokens "
+                          f"{t.steps * t.step_tokens / len(data.train):.1f} times", file=sys.stderr)
                 curve, rate = t.run()
                 loss[out, size, seed], compute[out, size] = curve[-1][2], 6 * t.params * t.steps * t.step_tokens
                 record(args, size=size, variant=out, seed=seed, params=t.params, tokens=t.steps * t.step_tokens, compute=compute[out, size],
                        val_loss=curve[-1][2], tokens_per_s=rate, dataset=data.name, curve=curve)
-                print(f"{size} {out} seed {seed}: {t.params:,} parameters, {t.steps:,} steps, {curve[-1][2]:.4f} nats a token", file=sys.stderr)
+                print(f"{size} {out} seed {seed}: {t.params:,} parameters, {t.steps:,} steps, {curve[-1][2]:.4f} nats a token",
+                      file=sys.stderr)
         for out in args.variants:
             mean, error = paired([loss[out, size, s] for s in seeds], [loss[args.variants[0], size, s] for s in seeds])
             i = 0 if out == "dense" else 1
             paper = PERPLEXITY[size][1 + i] if size in PERPLEXITY and out in OUTS[:2] else None
             ours = np.mean([loss[out, size, s] for s in seeds])
-            rows.append((size, out, f"{compute[out, size]:.3g}", paper and f"{paper:.2f}", f"{math.exp(ours):.2f}", signed(paper and math.exp(ours) - paper),
-                         f"{ours:.4f}", None if out == args.variants[0] else f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}")))
+            rows.append((size, out, f"{compute[out, size]:.3g}", paper and f"{paper:.2f}", f"{math.exp(ours):.2f}",
+                         signed(paper and math.exp(ours) - paper), f"{ours:.4f}",
+                         None if out == args.variants[0] else f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}")))
     table(args, f"Compute-optimal runs, {args.tokens_per_param:g} tokens a parameter, {data.name}, {args.seeds} seeds",
-          ["size", "variant", "FLOPs", "paper's perplexity", "perplexity", "difference", "loss, nats a token", f"against {args.variants[0]}"], rows)
+          ["size", "variant", "FLOPs", "paper's perplexity", "perplexity", "difference", "loss, nats a token",
+           f"against {args.variants[0]}"], rows)
     rows, draws = [], np.random.default_rng(0).choice(list(seeds), (1000, args.seeds))
     fits = {}
     for out in args.variants:
@@ -945,11 +971,13 @@ def bench_scaling(argv):
         boot = fits[out].std() if args.seeds > 1 else None
         against = fits[out] - fits[args.variants[0]]
         paper = slope(*zip(*((c, math.log(p[OUTS.index(out)])) for c, *p in PERPLEXITY.values())))[0] if out in OUTS[:2] else None
-        rows.append((out, paper and f"{paper:.4f}", f"{s:.4f}", signed(paper and s - paper, "{:+.4f}"), error and f"{error:.4f}", boot and f"{boot:.4f}",
+        rows.append((out, paper and f"{paper:.4f}", f"{s:.4f}", signed(paper and s - paper, "{:+.4f}"),
+                     error and f"{error:.4f}", boot and f"{boot:.4f}",
                      None if out == args.variants[0] or boot is None else f"{against.mean():+.4f} ± {against.std():.4f}"))
         record(args, variant=out, exponent=s, error=error, bootstrap=boot, sizes=list(sizes))
     table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities, on other data", [
-        "variant", "paper", "measured", "difference", "standard error of the fit", "over seeds", f"against {args.variants[0]}, over seeds"], rows)
+        "variant", "paper", "measured", "difference", "standard error of the fit", "over seeds",
+        f"against {args.variants[0]}, over seeds"], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -958,8 +986,8 @@ def bench_scaling(argv):
 
 class Scorer:
     """
-    The three requests of lm_eval.api.model.LM for a GPT; a request carries its strings in .args. prefix is the token before everything where
-    there is no context: <|endoftext|>, or a newline for bytes. Log-likelihoods are summed over the continuation's tokens, in fp32.
+    The three requests of lm_eval.api.model.LM for a GPT; a request carries its strings in .args. prefix is the token before everything
+    where there is no context: <|endoftext|>, or a newline for bytes. Log-likelihoods are summed over the continuation's tokens, in fp32.
     """
 
     def __init__(self, model, tokenizer, m, batch=16):
@@ -968,7 +996,8 @@ class Scorer:
         self.prefix, self.length = 50256 if tokenizer == "gpt2" else 10, model.config.block_size
 
     def pair(self, context, continuation):
-        "Strings -> tokens of both. They are encoded together; spaces that end the context go to the continuation, where GPT-2's tokens have them."
+        """Strings -> tokens of both. They are encoded together; spaces that end the context go to the continuation, where GPT-2's tokens
+        have them."""
         n = len(context.rstrip())
         context, continuation = context[:n], context[n:] + continuation
         if not context:
@@ -988,7 +1017,7 @@ class Scorer:
                 if len(t) > self.length:
                     die(f"a continuation of {len(t)} tokens does not fit this model's block_size of {self.length}")
                 rows.append((c + t)[-(self.length + 1):][:-1])
-            x = torch.tensor([r + [self.prefix] * (len(rows[0]) - len(r)) for r in rows], device=self.m.device)  # padded on the right: causal
+            x = torch.tensor([r + [self.prefix] * (len(rows[0]) - len(r)) for r in rows], device=self.m.device)  # padded right: causal
             with self.m.autocast():
                 logits = self.gpt(x)                                                         # (B, T, V)
             for i, r, z in zip(order[a:a + self.batch], rows, logits):
@@ -1030,11 +1059,13 @@ class Scorer:
 
 
 def bench_eval(argv):
-    "Zero-shot tasks by EleutherAI's lm_eval (pip install lm_eval): its prompts, its data, its scores. --include_path has tasks of your own, offline."
+    """Zero-shot tasks by EleutherAI's lm_eval (pip install lm_eval): its prompts, its data, its scores. --include_path has tasks of your
+    own, offline."""
     args, m = start("eval", bench_eval.__doc__, argv, ("ckpt", dict(default="out/gpt/ckpt.pt", help="checkpoint of train_gpt.py")),
                     ("tasks", dict(type=names, default="piqa,hellaswag,openbookqa,arc_easy,blimp", help="names that lm_eval knows")),
                     ("include_path", dict(help="folder with task files (YAML) of your own")),
-                    ("limit", dict(type=int, help="only so many questions of each")), ("batch", dict(type=int, default=16, help="sequences at a time")))
+                    ("limit", dict(type=int, help="only so many questions of each")),
+                    ("batch", dict(type=int, default=16, help="sequences at a time")))
     try:
         from lm_eval import simple_evaluate
         from lm_eval.api.model import LM
@@ -1054,10 +1085,11 @@ def bench_eval(argv):
     if unknown:
         die(f"--tasks: lm_eval knows no {unknown[0]!r}{nearest(unknown[0], tasks.all_tasks)}; tasks of your own: --include_path=FOLDER")
     try:
-        found = simple_evaluate(Harness(model_of(ckpt), ckpt["data"]["tokenizer"], m, args.batch), tasks=args.tasks, task_manager=tasks, limit=args.limit,
-                                bootstrap_iters=0, log_samples=False)
+        found = simple_evaluate(Harness(model_of(ckpt), ckpt["data"]["tokenizer"], m, args.batch), tasks=args.tasks, task_manager=tasks,
+                                limit=args.limit, bootstrap_iters=0, log_samples=False)
     except (OSError, ConnectionError) as e:
-        die(f"lm_eval could not load its data ({str(e).splitlines()[0]}): download it once where there is a network, or give --include_path")
+        die(f"lm_eval could not load its data ({str(e).splitlines()[0]}): "
+            "download it once where there is a network, or give --include_path")
     size, i, rows = ckpt["settings"].get("size"), int(ckpt["config"]["attn_out"] != "dense"), []
     for task in args.tasks:
         for key, value in sorted((found.get("groups", {}).get(task) or found["results"][task]).items()):
@@ -1066,9 +1098,11 @@ def bench_eval(argv):
                 continue
             paper = ZERO_SHOT.get(size, {}).get(task, (None, None))[i] if metric.startswith("acc") else None
             n = found.get("n-samples", {}).get(task, {}).get("effective")
-            rows.append((task, metric, n, paper, f"{100 * value:.1f}" if metric.startswith("acc") else f"{value:.4f}", signed(paper and 100 * value - paper, "{:+.1f}")))
+            rows.append((task, metric, n, paper, f"{100 * value:.1f}" if metric.startswith("acc") else f"{value:.4f}",
+                         signed(paper and 100 * value - paper, "{:+.1f}")))
             record(args, ckpt=args.ckpt, size=size, variant=ckpt["config"]["attn_out"], task=task, metric=metric, value=value, n=n)
-    table(args, f"Zero-shot, {args.ckpt}; the paper's percentages are of its own training runs", ["task", "metric", "questions", "paper, %", "measured", "difference"], rows)
+    table(args, f"Zero-shot, {args.ckpt}; the paper's percentages are of its own training runs",
+          ["task", "metric", "questions", "paper, %", "measured", "difference"], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -1095,13 +1129,15 @@ def records(folder, what, run_at):
 
 
 def bench_plot(argv):
-    """The papers' figures from out/bench/*.jsonl: loss against steps, FLOPs and time; loss against compute with fits; speed-up over batch and
-    length; decoding throughput against batch; bits a byte against time for SHA-RNN's ablations. The papers' points are hollow. Needs matplotlib."""
+    """The papers' figures from out/bench/*.jsonl: loss against steps, FLOPs and time; loss against compute with fits; speed-up over batch
+    and length; decoding throughput against batch; bits a byte against time for SHA-RNN's ablations. The papers' points are hollow. Needs
+    matplotlib."""
     parser = Parser(prog="bench.py plot", description=bench_plot.__doc__)
     parser.add_argument("--records", default="out/bench", help="folder of the JSONL files")
     parser.add_argument("--assets", default="assets", help="folder for the figures")
     parser.add_argument("--what", type=names, default="compare,scaling,prefill,decode", help="which records")
-    parser.add_argument("--logs", nargs="+", metavar="FILE", help="log.jsonl files of the training scripts instead: bits a byte against training time")
+    parser.add_argument("--logs", nargs="+", metavar="FILE",
+                        help="log.jsonl files of the training scripts instead: bits a byte against training time")
     parser.add_argument("--run", help="the run, by its time as it stands in the records (default the last of each file)")
     parser.add_argument("--format", type=names, default="png", help="png, svg or both")
     args = parser.parse_args(argv)
@@ -1114,8 +1150,8 @@ def bench_plot(argv):
         import matplotlib.pyplot as plt
     except ImportError:
         die("plot needs matplotlib: pip install matplotlib")
-    plt.rcParams |= {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "0",
-                     "legend.frameon": False}
+    plt.rcParams |= {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
+                     "svg.hashsalt": "0", "legend.frameon": False}
     os.makedirs(args.assets, exist_ok=True)
     made = 0
     for what in ["logs"] if args.logs else args.what:
@@ -1167,7 +1203,7 @@ def plot_compare(plt, rows):
     fig, axes = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
     for i, name in sorted(variants.items()):
         mine = [r for r in rows if r["index"] == i]
-        pace = np.median([r["tokens"] / r["steps"] / r["tokens_per_s"] for r in mine])  # seconds a step: by medians, as other work may slow some
+        pace = np.median([r["tokens"] / r["steps"] / r["tokens_per_s"] for r in mine])  # seconds a step: medians, other work may slow some
         curves = np.array([[[p[0], p[3], p[0] * pace, p[2]] for p in r["curve"]] for r in mine])  # (seeds, points, 4)
         mean, error = curves.mean(0), curves[..., 3].std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else None
         for ax, x in zip(axes, mean.T[:3]):
@@ -1241,8 +1277,8 @@ def plot_heatmap(plt, rows):
                 ax.grid(False)
                 for (y, x), v in np.ndenumerate(grid):
                     ax.text(x, y, f"{v:+.1f}", ha="center", va="center", color="white" if abs(v) > 0.6 * limit else "black")
-                ax.set(xlabel="sequence length, tokens", ylabel="batch, sequences", title=f"{out}, {title}", xticks=range(len(lengths)), xticklabels=lengths,
-                       yticks=range(len(batches)), yticklabels=batches)
+                ax.set(xlabel="sequence length, tokens", ylabel="batch, sequences", title=f"{out}, {title}", xticks=range(len(lengths)),
+                       xticklabels=lengths, yticks=range(len(batches)), yticklabels=batches)
             fig.colorbar(image, ax=axes, label="gain in throughput over dense, %")
             yield name + "_heatmap", fig
         elif len(lengths) > 1 or len(batches) > 1:
@@ -1251,10 +1287,12 @@ def plot_heatmap(plt, rows):
             for i, out in enumerate(OUTS):
                 r = sorted((r for r in mine if r["variant"] == out), key=lambda r: r[key])
                 x = [v[key] for v in r]
-                axes[0].errorbar(x, [np.mean(v["seconds"]) * 1e3 for v in r], [np.std(v["seconds"]) * 1e3 for v in r], color=COLORS[i], marker=MARKS[i], label=out)
+                axes[0].errorbar(x, [np.mean(v["seconds"]) * 1e3 for v in r], [np.std(v["seconds"]) * 1e3 for v in r],
+                                 color=COLORS[i], marker=MARKS[i], label=out)
                 axes[1].plot(x, [v["tokens_per_s"] for v in r], color=COLORS[i], marker=MARKS[i])
                 if size in PREFILL and i < 2 and any((v["batch"], v["T"]) == (1024, 64) for v in r):
-                    axes[0].plot(64 if key == "T" else 1024, PREFILL[size][i][0], color=COLORS[i], marker="*", ms=12, mfc="none", ls="", label=f"paper, {out}")
+                    axes[0].plot(64 if key == "T" else 1024, PREFILL[size][i][0], color=COLORS[i], marker="*", ms=12, mfc="none", ls="",
+                                 label=f"paper, {out}")
             axes[0].set(xlabel=label, ylabel="latency, ms", title=title)
             axes[1].set(xlabel=label, ylabel="tokens/s", title=title)
             axes[0].legend()
@@ -1282,8 +1320,8 @@ def plot_decode(plt, rows):
         yield f"decode_{size}", fig
 
 
-COMMANDS = dict(params=bench_params, compare=bench_compare, kernels=bench_kernels, prefill=bench_prefill, decode=bench_decode, train=bench_train,
-                scaling=bench_scaling, eval=bench_eval, plot=bench_plot)
+COMMANDS = dict(params=bench_params, compare=bench_compare, kernels=bench_kernels, prefill=bench_prefill, decode=bench_decode,
+                train=bench_train, scaling=bench_scaling, eval=bench_eval, plot=bench_plot)
 
 
 def main(argv=None):
@@ -1300,7 +1338,8 @@ def main(argv=None):
         try:
             COMMANDS[name](argv)
         except torch.OutOfMemoryError as e:
-            die(f"{name}: out of memory ({str(e).split('. ')[0]}): measure smaller sizes or batches; what was measured before is in the records")
+            die(f"{name}: out of memory ({str(e).split('. ')[0]}): measure smaller sizes or batches; "
+                "what was measured before is in the records")
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
     out, dtype = torch.empty_like(x), x.dtype
     for v in (alpha, beta, pre):
         dtype = dtype if v is None else torch.promote_types(dtype, v.dtype)
-    wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # for 16-bit rows beside fp32 vectors: rounded once, on the way out
+    wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # 16-bit rows, fp32 vectors: rounded once, on the way out
     scaled = None if pre is None else x.new_empty(r, x.shape[1])
     alpha = None if alpha is None and scale == 1.0 else x.new_tensor(scale, dtype=dtype) if alpha is None else alpha * scale
     for i in range(0, len(x), r):
@@ -161,7 +161,7 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
             block = torch.mul(block, pre, out=scaled[:len(o)]) if wide is None else scaled[:len(o)].copy_(torch.mul(block, pre, out=w))
         u = transform(block, o)
         if alpha is not None:
-            u = torch.mul(u, alpha, out=w) if beta is None else torch.addcmul(beta, u, alpha, out=w)  # one pass where mul, then add took two
+            u = torch.mul(u, alpha, out=w) if beta is None else torch.addcmul(beta, u, alpha, out=w)  # one pass where mul, add took two
         elif beta is not None:
             u = torch.add(u, beta, out=w)
         if u is not o:
@@ -214,7 +214,7 @@ if triton is not None:
                 else:
                     n = n + (t[i] + t[i ^ (1 << s)],)
             t = n
-        if PAIRS:  # Paley's second: C (x) [[1,1],[1,-1]] + I (x) [[1,-1],[-1,-1]], half the additions: sums and differences of pairs, then C
+        if PAIRS:  # Paley's second: C (x) [[1,1],[1,-1]] + I (x) [[1,-1],[-1,-1]], half the additions: pairs' sums and differences, then C
             n = ()
             for i in tl.static_range(M * P):
                 if (i // P) & 1:
@@ -447,8 +447,8 @@ def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_hea
     out, normed, stats = torch.empty_like(residual), torch.empty_like(x), torch.empty(2, N, dtype=torch.float32, device=x.device)
     if N:
         with torch.cuda.device_of(x):
-            _hadamard_norm_kernel[(triton.cdiv(N, plan["R"]),)](x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, **plan,
-                                                                RMS=rms, num_warps=warps)
+            _hadamard_norm_kernel[(triton.cdiv(N, plan["R"]),)](x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps,
+                                                                **plan, RMS=rms, num_warps=warps)
     return out, normed, stats
 
 
@@ -515,8 +515,8 @@ def _backward(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta
         dalpha, dbeta = _hadamard_grads(x if pre is None else (pre * x).to(x.dtype), dy, *ctx.how)
     if ctx.needs_input_grad[3]:
         dpre = _hadamard_grads(dy if alpha is None else (alpha * dy).to(x.dtype), x, *ctx.how)[0].to(pre.dtype)
-    return (dx, dalpha.to(alpha.dtype) if ctx.needs_input_grad[1] else None, dbeta.to(beta.dtype) if ctx.needs_input_grad[2] else None, dpre,
-            None, None, None)
+    return (dx, dalpha.to(alpha.dtype) if ctx.needs_input_grad[1] else None, dbeta.to(beta.dtype) if ctx.needs_input_grad[2] else None,
+            dpre, None, None, None)
 
 
 def _save_grads(ctx, inputs, output):
@@ -534,8 +534,9 @@ _hadamard_grads.register_autograd(_backward_grads, setup_context=_save_grads)
 
 
 @torch.library.custom_op("kernels::hadamard_norm", mutates_args=())
-def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor | None,
-                   scale: float, eps: float, rms: bool, n_head: int, heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, weight: torch.Tensor,
+                   shift: torch.Tensor | None, scale: float, eps: float, rms: bool, n_head: int,
+                   heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "-> out (N, d) in residual's dtype, its norm (N, d) in x's, mean and 1 / deviation of each row (2, N)"
     _check_order(n_head, "n_head")
     if not heads_only:
@@ -571,7 +572,7 @@ def _save_norm(ctx, inputs, output):
 
 def _backward_norm(ctx, dout, dnormed, dstats):
     x, alpha, beta, weight, shift, out, stats = ctx.saved_tensors
-    mean, rstd, dmean, drstd = *stats[:, :, None], *dstats[:, :, None] / x.shape[1]        # (N, 1); d of stats: this formula's own derivative
+    mean, rstd, dmean, drstd = *stats[:, :, None], *dstats[:, :, None] / x.shape[1]        # (N, 1); d of stats: this formula's derivative
     unit = (out - mean) * rstd                                                             # (N, d)
     g = dnormed * weight
     dy = g - unit * ((g * unit).mean(-1, keepdim=True) + rstd * drstd)
@@ -587,7 +588,8 @@ _hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
 
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
-    "Whether hadamard_affine_norm is one kernel on a GPU: where a program holds whole rows, and within the instructions that 8 bytes an element allow"
+    """Whether hadamard_affine_norm is one kernel on a GPU: where a program holds whole rows, and within the instructions that 8 bytes an
+    element allow"""
     if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
         return False
     plan = _plan(d, n_head, heads_only, 16, "norm")
@@ -640,10 +642,12 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     """
     d = x.shape[-1]
     if d % n_head or residual.shape != x.shape or any(t is not None and t.shape != (d,) for t in (alpha, beta, weight, shift)):
-        raise ValueError(f"hadamard_affine_norm: x (..., d) with d a multiple of n_head, residual of its shape, alpha, beta, weight, shift (d,); got x "
-                         f"{tuple(x.shape)}, residual {tuple(residual.shape)}, n_head {n_head}, vectors of {[tuple(t.shape) for t in (alpha, beta, weight, shift) if t is not None]}")
+        raise ValueError("hadamard_affine_norm: x (..., d) with d a multiple of n_head, residual of its shape, alpha, beta, weight, "
+                         f"shift (d,); got x {tuple(x.shape)}, residual {tuple(residual.shape)}, n_head {n_head}, "
+                         f"vectors of {[tuple(t.shape) for t in (alpha, beta, weight, shift) if t is not None]}")
     scale = (n_head if heads_only else d) ** -0.5
-    y, normed, _ = _hadamard_norm(x.reshape(-1, d).contiguous(), residual.reshape(-1, d).contiguous(), alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only)
+    y, normed, _ = _hadamard_norm(x.reshape(-1, d).contiguous(), residual.reshape(-1, d).contiguous(), alpha, beta, weight, shift,
+                                  scale, eps, rms, n_head, heads_only)
     return y.view(x.shape), normed.view(x.shape)
 
 

@@ -316,8 +316,8 @@ class HeadLoss(torch.autograd.Function):
     """
     Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> fp32 scalar.
 
-    By slices of rows, each slice's gradients made at once while its logits are there: of all N x V logits no more than HEAD_LOGITS numbers ever
-    exist, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary: 40 GB).
+    By slices of rows, each slice's gradients made at once while its logits are there: of all N x V logits no more than HEAD_LOGITS numbers
+    ever exist, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary: 40 GB).
     """
     @staticmethod
     def forward(ctx, x, weight, targets):
@@ -336,7 +336,8 @@ class HeadLoss(torch.autograd.Function):
                 p = (p / len(x)).to(dtype)                                               # d loss / d logits
                 torch.mm(p, w_, out=dx[i:i + n])
                 part = p.T @ x_[i:i + n]
-                dw = part if dw is None and i + n >= len(x) else part.to(torch.promote_types(dtype, torch.float32)) if dw is None else dw.add_(part)
+                dw = (part if dw is None and i + n >= len(x) else
+                      part.to(torch.promote_types(dtype, torch.float32)) if dw is None else dw.add_(part))
         if grads:
             ctx.save_for_backward(dx, dw)
             ctx.dtypes = x.dtype, weight.dtype
@@ -397,8 +398,8 @@ class GPT(nn.Module):
             elif name.endswith("c_proj.weight"):
                 p.normal_(0.0, 0.02 * branch)
             elif name.endswith("alpha"):
-                # The papers do not say. H keeps norms and c_proj's weights scale theirs by 0.02 sqrt(d) branch: so the residual stream starts
-                # as with the dense layer. Measured: 1.50 nats a byte so, 1.60 with alpha = branch (nano, 400 steps, the same 3 seeds).
+                # The papers do not say. H keeps norms and c_proj's weights scale theirs by 0.02 sqrt(d) branch: so the residual stream
+                # starts as with the dense layer. Measured: 1.50 nats a byte so, 1.60 with alpha = branch (nano, 400 steps, same 3 seeds).
                 p.fill_(0.02 * len(p) ** 0.5 * branch)
             elif name.startswith(("wte", "wpe", "lm_head")) or name.endswith(("c_attn.weight", "c_fc.weight")):
                 p.normal_(0.0, 0.02)
@@ -459,7 +460,8 @@ class GPT(nn.Module):
 
     def param_breakdown(self):
         "{part: parameters}; the parts sum to the total, shared ones counted once"
-        parts = dict.fromkeys(("token embedding", "position embedding", "attention in", "attention out", "feed-forward", "norms", "head"), 0)
+        parts = dict.fromkeys(("token embedding", "position embedding", "attention in", "attention out", "feed-forward",
+                               "norms", "head"), 0)
         for name, p in self.named_parameters():  # a tied head is named wte
             parts["token embedding" if name.startswith("wte") else "position embedding" if name.startswith("wpe") else
                   "attention in" if "c_attn" in name else "attention out" if ".attn." in name else
@@ -473,11 +475,13 @@ class GPT(nn.Module):
     def flops_per_token(self, T=None):
         """
         Floating-point operations of forward and backward for one token: 6 for every weight of a matrix product (the head included, table
-        look-ups, vectors and the Hadamard transform's additions not), 6 T d for each T x T product of attention (two, dva has three, each again for its gradients), unmasked as is customary.
+        look-ups, vectors and the Hadamard transform's additions not), 6 T d for each T x T product of attention (two, dva has three, each
+        again for its gradients), unmasked as is customary.
         """
         c, T = self.config, T or self.config.block_size
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
-        return 6 * (weights + (c.vocab_size * c.n_embd if c.tie_weights else 0)) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
+        head = c.vocab_size * c.n_embd if c.tie_weights else 0
+        return 6 * (weights + head) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
 
 
 @contextlib.contextmanager
@@ -709,7 +713,8 @@ class MemoryAttention(nn.Module):
         return torch.cat(out, dim=1), (C, W, H)
 
     def attend(self, q, m):
-        "q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d): causal in the window, open over all memory"
+        """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d): causal in the window, open over
+        all memory"""
         q, k = (t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for t in (q, m))             # (B, h, T or S, d_h)
         return attention(q, k, self.drop(k), dropout=self.drop.p if self.training else 0.0).transpose(1, 2).flatten(2)
 
@@ -972,11 +977,12 @@ def machine(device="auto", dtype="auto"):
     note = f"{device}, as asked"
     if sys.platform == "linux":
         # glibc gives every freed block above 32 MiB back to the kernel, which must zero it again at the next step. Keeping them makes a
-        # training step on two cores 1.1 times faster, several times where the machine is a small virtual one. M_MMAP_THRESHOLD, M_TRIM_THRESHOLD:
+        # training step on two cores 1.1 times faster, several times where the machine is a small virtual one.
         with contextlib.suppress(Exception):  # another libc
-            ctypes.CDLL(None).mallopt(-3, 1 << 30), ctypes.CDLL(None).mallopt(-1, 2**31 - 1)
+            ctypes.CDLL(None).mallopt(-3, 1 << 30), ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
     if device == "auto":
-        device, note = ("cuda", "a GPU") if torch.cuda.is_available() else ("mps", "Apple's GPU") if torch.backends.mps.is_available() else ("cpu", "no GPU found")
+        device, note = (("cuda", "a GPU") if torch.cuda.is_available() else
+                        ("mps", "Apple's GPU") if torch.backends.mps.is_available() else ("cpu", "no GPU found"))
     try:
         device = torch.device(device)
     except RuntimeError:
@@ -987,7 +993,8 @@ def machine(device="auto", dtype="auto"):
         if device.index is None:
             device = torch.device("cuda", local)
         if device.index >= torch.cuda.device_count():
-            raise ValueError(f"process {local} of this machine wants {device}, which has {torch.cuda.device_count()} GPUs: lower --nproc_per_node")
+            raise ValueError(f"process {local} of this machine wants {device}, which has {torch.cuda.device_count()} GPUs: "
+                             "lower --nproc_per_node")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
         has_bf16, note = torch.cuda.is_bf16_supported(including_emulation=False), f"{torch.cuda.get_device_name(device)}"
@@ -1060,10 +1067,13 @@ def load_checkpoint(path, kind=None):
                 raise ValueError
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: train a model first, or name its checkpoint") from None
-    except (LookupError, TypeError, ValueError, RuntimeError, EOFError, AttributeError, OSError, zipfile.BadZipFile, pickle.UnpicklingError) as e:
-        raise ValueError(f"{path} is no checkpoint of these scripts, or a damaged one ({type(e).__name__}): name another, or train anew") from None
+    except (LookupError, TypeError, ValueError, RuntimeError, EOFError, AttributeError, OSError, zipfile.BadZipFile,
+            pickle.UnpicklingError) as e:
+        raise ValueError(f"{path} is no checkpoint of these scripts, or a damaged one ({type(e).__name__}): "
+                         "name another, or train anew") from None
     if kind not in (None, ckpt["kind"]):
-        raise ValueError(f"{path} is a checkpoint of {'train_shaq.py' if kind == 'GPT' else 'train_gpt.py'}: resume it there, or name another --out_dir")
+        raise ValueError(f"{path} is a checkpoint of {'train_shaq.py' if kind == 'GPT' else 'train_gpt.py'}: "
+                         "resume it there, or name another --out_dir")
     return ckpt
 
 

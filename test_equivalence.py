@@ -1,6 +1,6 @@
 """
-The papers' claims and the scripts' promises, executable. No GPU needed: the Triton kernels run here in Triton's interpreter, on CPU tensors,
-and are compiled ahead of time for three GPUs, whose machine code is then read.
+The papers' claims and the scripts' promises, executable. No GPU needed: the Triton kernels run here in Triton's interpreter, on CPU
+tensors, and are compiled ahead of time for three GPUs, whose machine code is then read.
 """
 import contextlib
 import copy
@@ -48,8 +48,9 @@ import train_gpt  # noqa: E402
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_transform  # noqa: E402
 from types import SimpleNamespace
 
-from model import (CHOICES, GPT, LAMB, SHAQ, SHAQ_PRESETS, SIZES, Attention, BlockedAttention, GPTConfig, MemoryAttention, SHAQConfig, attention, detach_state, sample, fold_hadamard, hadamard_heads, load_checkpoint,  # noqa: E402
-                   lr_at, machine, model_of, param_groups)
+from model import (CHOICES, GPT, LAMB, SHAQ, SHAQ_PRESETS, SIZES, Attention, BlockedAttention, GPTConfig, MemoryAttention,  # noqa: E402
+                   SHAQConfig, attention, detach_state, sample, fold_hadamard, hadamard_heads, load_checkpoint, lr_at, machine,
+                   model_of, param_groups)
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is for Linux only")
 ORDERS = [n for n in range(1, 4097) if kernels._split_order(n)]
@@ -142,14 +143,15 @@ def test_hadamard_gradcheck_twice(d, n_head, heads_only):
     inputs = randn(3, d, grad=True), randn(d, grad=True), randn(d, grad=True)
     call = lambda *t: hadamard_affine(*t, n_head, heads_only)
     assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs)
-    assert torch.autograd.gradcheck(lambda x: hadamard_transform(x, 0.7), inputs[:1]) and torch.autograd.gradgradcheck(hadamard_transform, inputs[:1])
+    assert torch.autograd.gradcheck(lambda x: hadamard_transform(x, 0.7), inputs[:1])
+    assert torch.autograd.gradgradcheck(hadamard_transform, inputs[:1])
 
 
 def test_hadamard_takes_any_strides_and_any_number_of_rows():
     d, alpha, beta = 48, randn(48), randn(48)
     H = layer_matrix(d, 1, False)
-    for x in (randn(d, 7).T, randn(7, 2 * d)[:, ::2], randn(7, 2 * d)[:, 3:d + 3], randn(1, d).expand(7, d), randn(3, d, 4).mT, randn(9, d)[::-1 % 9],
-              randn(d), randn(1, d), randn(0, d), randn(2, 0, d), randn(2, 3, 5, d), randn(1027, d)):
+    for x in (randn(d, 7).T, randn(7, 2 * d)[:, ::2], randn(7, 2 * d)[:, 3:d + 3], randn(1, d).expand(7, d), randn(3, d, 4).mT,
+              randn(9, d)[::-1 % 9], randn(d), randn(1, d), randn(0, d), randn(2, 0, d), randn(2, 3, 5, d), randn(1027, d)):
         x = x.requires_grad_()
         y = hadamard_affine(x, alpha, beta)
         dy = torch.randn_like(y)
@@ -164,7 +166,8 @@ def test_hadamard_takes_any_strides_and_any_number_of_rows():
 def test_hadamard_nan_and_inf_stay_in_their_row():
     x = torch.randn(40, 96)
     x[3, 5], x[17, 0], x[17, 9], x[29, 2] = math.nan, math.inf, math.inf, -math.inf
-    for y in (hadamard_affine(x, torch.randn(96), torch.randn(96), 8), hadamard_transform(x), hadamard_affine(x, torch.randn(96), torch.randn(96), 4, True)):
+    for y in (hadamard_affine(x, torch.randn(96), torch.randn(96), 8), hadamard_transform(x),
+              hadamard_affine(x, torch.randn(96), torch.randn(96), 4, True)):
         bad = ~y.isfinite().all(1)
         assert bad.nonzero().flatten().tolist() == [3, 17, 29]
     assert y[3].isnan().sum() == 4  # a mix over 4 heads reaches the same channel of each, no other
@@ -259,13 +262,15 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
 
     monkeypatch.setattr(torch, "empty_like", lambda t: empty(t.shape))
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
-    for dtype, N in ((torch.float32, 0), (torch.float32, 1), (torch.float32, 17), (torch.float16, 0), (torch.float16, 15), (torch.float16, 16), (torch.float16, 33)):
+    for dtype, N in ((torch.float32, 0), (torch.float32, 1), (torch.float32, 17), (torch.float16, 0), (torch.float16, 15),
+                     (torch.float16, 16), (torch.float16, 33)):
         x, dy = poisoned(torch.randn(N, d).to(dtype))[0], poisoned(torch.randn(N, d).to(dtype))[0]
         alpha, beta, pre = (poisoned(torch.randn(d))[0] for _ in range(3))
         for y, exact in ((kernels._transform_triton(x, alpha, beta, None, scale, n_head, heads_only), alpha * (x.double() @ H) + beta),
                          (kernels._transform_triton(x, None, None, pre, scale, n_head, heads_only), (pre * x.double()) @ H)):
             floor = error(exact.to(dtype), exact)
-            assert y.dtype == dtype and y.shape == x.shape and error(y, exact) <= (1.02 * floor if dtype == torch.float16 else 5e-7), (dtype, N)
+            assert (y.dtype == dtype and y.shape == x.shape
+                    and error(y, exact) <= (1.02 * floor if dtype == torch.float16 else 5e-7)), (dtype, N)
         dalpha, dbeta = kernels._grads_triton(x, dy, scale, n_head, heads_only)
         assert error(dalpha, (dy.double() * (x.double() @ H)).sum(0)) < 1e-6 and error(dbeta, dy.double().sum(0)) < 1e-6
         if N == 17:
@@ -293,7 +298,8 @@ def test_hadamard_affine_norm_is_its_parts(rms):
         assert all(error(p, torch.zeros_like(p) if q is None else q) < 1e-11 or not p.any() for p, q in zip(a, b))
     low = [leaf[0].detach().bfloat16().requires_grad_(), *(t.detach().float().requires_grad_() for t in leaf[1:])]  # as under autocast
     y, normed = fused(*low)
-    assert y.dtype == torch.float32 and normed.dtype == torch.bfloat16 and error(y, parts(*leaf)[0]) < 5e-3 and error(normed, parts(*leaf)[1]) < 1e-2
+    assert y.dtype == torch.float32 and normed.dtype == torch.bfloat16
+    assert error(y, parts(*leaf)[0]) < 5e-3 and error(normed, parts(*leaf)[1]) < 1e-2
     grads = torch.autograd.grad((y, normed), low, (torch.ones_like(y), normed.detach()))
     exact = torch.autograd.grad(parts(*leaf), leaf, (torch.ones_like(leaf[1]), parts(*leaf)[1].detach()))
     assert all(g.dtype == t.dtype and error(g, e) < 2e-2 for g, t, e in zip(grads, low, exact))
@@ -310,7 +316,8 @@ def test_hadamard_triton_takes_any_strides():
     "Gradients come as they come: transposed, expanded from one number"
     H, s = layer_matrix(96, 8, False), torch.randn(40, 192)
     x, v, one = s.t()[:96].t(), torch.randn(192)[::2], torch.ones(1).expand(96)
-    assert error(kernels._transform_triton(torch.randn(96, 40).t().copy_(x), v, one, None, 1.0, 8, False), v * (x.double() @ H) * 96 ** 0.5 + 1) < 1e-6
+    assert error(kernels._transform_triton(torch.randn(96, 40).t().copy_(x), v, one, None, 1.0, 8, False),
+                 v * (x.double() @ H) * 96 ** 0.5 + 1) < 1e-6
     dalpha, dbeta = kernels._grads_triton(x, x * 2, 1.0, 8, False)
     assert error(dalpha, (2 * x.double() * (x.double() @ H)).sum(0) * 96 ** 0.5) < 1e-6 and error(dbeta, 2 * x.double().sum(0)) < 1e-6
     y, normed, _ = kernels._norm_triton(x, x, v, one, one, v, 96 ** -0.5, 1e-5, False, 8, False)
@@ -318,22 +325,27 @@ def test_hadamard_triton_takes_any_strides():
 
 
 @needs_triton
-@pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (96, 8, False), (1536, 16, False), (768, 12, True), (1024, 16, True), (1536, 16, True), (96, 4, True)])
+@pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (96, 8, False), (1536, 16, False), (768, 12, True), (1024, 16, True),
+                                                   (1536, 16, True), (96, 4, True)])
 def test_hadamard_norm_triton_is_exact(d, n_head, heads_only):
     assert hadamard_norm_is_fused(d, n_head, heads_only) and not hadamard_norm_is_fused(2560, 20)
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     alpha, beta, weight, shift = (torch.randn(d) for _ in range(4))
-    for dtype, wide, N, rms in ((torch.float32, torch.float32, 17, False), (torch.float16, torch.float32, 33, True), (torch.float16, torch.float16, 33, False),
-                                (torch.float16, torch.float32, 3, False), (torch.float16, torch.float32, 0, False)):
+    for dtype, wide, N, rms in ((torch.float32, torch.float32, 17, False), (torch.float16, torch.float32, 33, True),
+                                (torch.float16, torch.float16, 33, False), (torch.float16, torch.float32, 3, False),
+                                (torch.float16, torch.float32, 0, False)):
         x, residual = torch.randn(N, d).to(dtype), torch.randn(N, d).to(wide)
-        y, normed, stats = kernels._norm_triton(x, residual, alpha, beta, weight, None if rms else shift, scale, 1e-5, rms, n_head, heads_only)
+        y, normed, stats = kernels._norm_triton(x, residual, alpha, beta, weight, None if rms else shift, scale, 1e-5, rms, n_head,
+                                                heads_only)
         exact = residual.double() + alpha * (x.double() @ H) + beta
-        after = F.rms_norm(y.double(), (d,), weight.double(), 1e-5) if rms else F.layer_norm(y.double(), (d,), weight.double(), shift.double(), 1e-5)
+        after = (F.rms_norm(y.double(), (d,), weight.double(), 1e-5) if rms else
+                 F.layer_norm(y.double(), (d,), weight.double(), shift.double(), 1e-5))
         for out, ref in ((y, exact), (normed, after)):
             assert error(out, ref) <= max(1.02 * error(ref.to(out.dtype), ref), 5e-7)
         assert y.dtype == wide and normed.dtype == dtype
         if N:
-            assert error(stats[1], (y.double() - (0 if rms else y.double().mean(1, keepdim=True))).square().mean(1).add(1e-5).rsqrt()) < 1e-6
+            centred = y.double() - (0 if rms else y.double().mean(1, keepdim=True))
+            assert error(stats[1], centred.square().mean(1).add(1e-5).rsqrt()) < 1e-6
 
 
 @needs_triton
@@ -366,7 +378,8 @@ def compiled(fn, args, const, capability, warps):
         f.write(cubin)
         f.flush()
         tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump")
-        usage, code = (subprocess.run([tool, flag, f.name], capture_output=True, text=True, check=True).stdout for flag in ("-res-usage", "-sass"))
+        usage, code = (subprocess.run([tool, flag, f.name], capture_output=True, text=True, check=True).stdout
+                       for flag in ("-res-usage", "-sass"))
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.a-z_]*)", code))
     return types.SimpleNamespace(registers=registers, stack=stack, opcodes=Counter({k: n for k, n in opcodes.items() if k != "NOP"}))
@@ -384,15 +397,16 @@ def compilers(tmp_path, monkeypatch):
 HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an element: a little above what Triton 3.9 and 3.6 give
     (90, "forward", "bf16", 768, 12, False, 18), (90, "forward", "bf16", 1024, 16, False, 14), (90, "forward", "bf16", 1536, 16, False, 24),
     (90, "forward", "bf16", 2048, 16, False, 19), (90, "forward", "bf16", 2560, 20, False, 52), (80, "forward", "bf16", 768, 12, False, 19),
-    (80, "forward", "bf16", 2560, 20, False, 52), (100, "forward", "bf16", 768, 12, False, 18), (100, "forward", "fp16", 2048, 16, False, 19),
-    (90, "forward", "bf16", 768, 12, True, 13), (80, "forward", "bf16", 1536, 16, True, 11), (90, "forward", "fp32", 1024, 16, False, 25),
-    (90, "pre", "bf16", 768, 12, False, 29), (90, "few", "bf16", 768, 12, False, 125), (90, "grads", "bf16", 1024, 16, False, 53),
-    (80, "grads", "bf16", 1536, 16, False, 66), (100, "grads", "bf16", 768, 12, True, 38),
+    (80, "forward", "bf16", 2560, 20, False, 52), (100, "forward", "bf16", 768, 12, False, 18),
+    (100, "forward", "fp16", 2048, 16, False, 19), (90, "forward", "bf16", 768, 12, True, 13), (80, "forward", "bf16", 1536, 16, True, 11),
+    (90, "forward", "fp32", 1024, 16, False, 25), (90, "pre", "bf16", 768, 12, False, 29), (90, "few", "bf16", 768, 12, False, 125),
+    (90, "grads", "bf16", 1024, 16, False, 53), (80, "grads", "bf16", 1536, 16, False, 66), (100, "grads", "bf16", 768, 12, True, 38),
     # with residual and norm, 8 bytes an element in bf16 (12 with an fp32 residual), so twice the budget
     (90, "norm", "bf16", 768, 12, True, 26), (90, "norm", "bf16", 768, 12, False, 30), (80, "norm", "bf16", 1024, 16, False, 27),
-    (90, "norm fp32", "bf16", 1024, 16, True, 20), (90, "norm fp32", "bf16", 2048, 16, False, 31), (90, "norm", "bf16", 1536, 16, False, 36),
-    (100, "norm", "bf16", 2048, 16, True, 23), (90, "norm", "bf16", 2048, 16, False, 31),
-    (90, "norm", "bf16", 1536, 16, True, 34), (80, "norm fp32", "bf16", 1536, 16, True, 32), (100, "norm fp32", "bf16", 1536, 16, True, 32),  # heads of 96
+    (90, "norm fp32", "bf16", 1024, 16, True, 20), (90, "norm fp32", "bf16", 2048, 16, False, 31),
+    (90, "norm", "bf16", 1536, 16, False, 36), (100, "norm", "bf16", 2048, 16, True, 23), (90, "norm", "bf16", 2048, 16, False, 31),
+    # heads of 96
+    (90, "norm", "bf16", 1536, 16, True, 34), (80, "norm fp32", "bf16", 1536, 16, True, 32), (100, "norm fp32", "bf16", 1536, 16, True, 32),
 ]
 
 
@@ -406,16 +420,19 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compilers):
             args |= dict(dy=f"*{dtype}", dalpha="*fp32", dbeta="*fp32")
         elif "norm" in kind:
             plan = plan | dict(RMS=False)
-            args |= dict.fromkeys(("residual", "out"), "*fp32" if "fp32" in kind else f"*{dtype}") | dict(normed=f"*{dtype}") | dict.fromkeys(("stats", "alpha", "beta", "weight", "shift"), "*fp32") | dict(eps="fp32")
+            args |= (dict.fromkeys(("residual", "out"), "*fp32" if "fp32" in kind else f"*{dtype}") | dict(normed=f"*{dtype}")
+                     | dict.fromkeys(("stats", "alpha", "beta", "weight", "shift"), "*fp32") | dict(eps="fp32"))
         else:
-            args |= dict(out=f"*{dtype}", alpha="*fp32", beta="*fp32", pre=None) if kind != "pre" else dict(out=f"*{dtype}", alpha=None, beta=None, pre="*fp32")
-        jobs.append(compilers.submit(compiled, dict(grads="_hadamard_grads_kernel", norm="_hadamard_norm_kernel").get(kind.split()[0], "_hadamard_kernel"), args, plan, sm, warps))
+            args |= (dict(out=f"*{dtype}", alpha="*fp32", beta="*fp32", pre=None) if kind != "pre" else
+                     dict(out=f"*{dtype}", alpha=None, beta=None, pre="*fp32"))
+        name = dict(grads="_hadamard_grads_kernel", norm="_hadamard_norm_kernel").get(kind.split()[0], "_hadamard_kernel")
+        jobs.append(compilers.submit(compiled, name, args, plan, sm, warps))
     faults = []
     for what, job in zip(HADAMARD_CODE, jobs):
         sm, kind, dtype, d, n_head, heads_only, ceiling = what
         plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind.split()[0])
         code = job.result()
-        each = code.opcodes.total() * 32 * warps / (plan["R"] * min(d, plan["M"] * plan["P"] * plan["W"]))  # of d, not of tiles wider than a head
+        each = code.opcodes.total() * 32 * warps / (plan["R"] * min(d, plan["M"] * plan["P"] * plan["W"]))  # of d, not of wider tiles
         spills = sum(n for op, n in code.opcodes.items() if op.startswith(("LDL", "STL")))
         wide = [sum(n for op, n in code.opcodes.items() if op.startswith(mem) and ".128" in op) for mem in ("LDG", "STG")]
         print(what, f"{each:.1f} instructions an element, {code.registers} registers, stack {code.stack}, {wide} wide")
@@ -467,7 +484,8 @@ def test_gpt_dva_paper_and_nano_counts():
 def test_gpt_every_variant_starts_at_ln_vocabulary_and_learns_in_every_parameter():
     idx = torch.randint(0, 97, (3, 17))
     parts = [("mha", out) for out in CHOICES["attn_out"]] + [("dva", "dense"), ("dva_outer", "dense")]
-    for (attn, out), mlp, pos, norm, bias, tie in product(parts, CHOICES["mlp"], CHOICES["pos"], CHOICES["norm"], (False, True), (False, True)):
+    for (attn, out), mlp, pos, norm, bias, tie in product(parts, CHOICES["mlp"], CHOICES["pos"], CHOICES["norm"], (False, True),
+                                                          (False, True)):
         config = dict(NANO, attn=attn, attn_out=out, mlp=mlp, pos=pos, norm=norm, bias=bias, tie_weights=tie, dropout=0.1 * bias)
         m = GPT(GPTConfig(**config))
         loss = m(idx[:, :-1], idx[:, 1:])
@@ -479,7 +497,8 @@ def test_gpt_every_variant_starts_at_ln_vocabulary_and_learns_in_every_parameter
         groups = param_groups(m, 0.1)
         ids = [id(p) for g in groups for p in g["params"]]
         assert len(ids) == len(set(ids)) and set(ids) == {id(p) for p in m.parameters()}
-        assert {n for n, p in m.named_parameters() if any(p is q for q in groups[0]["params"])} == {n for n, p in m.named_parameters() if p.dim() == 2}
+        decayed = {n for n, p in m.named_parameters() if any(p is q for q in groups[0]["params"])}
+        assert decayed == {n for n, p in m.named_parameters() if p.dim() == 2}
         assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
 
 
@@ -491,9 +510,11 @@ def test_gpt_dropout_is_off_in_eval_and_on_in_training():
 
 
 def test_gpt_impossible_settings_are_one_line():
-    for words, config in ((("attn_out='hadamar'", "dense, hadamard"), dict(attn_out="hadamar")), (("n_embd=50", "n_head=4"), dict(n_embd=50)),
-                          (("n_embd=12", "even"), dict(n_embd=12)), (("attn=dva", "attn_out=hadamard"), dict(attn="dva", attn_out="hadamard")),
-                          (("init=torch",), dict(init="torch", attn_out="hadamard")), (("92", "88 and 96"), dict(n_embd=92, n_head=2, attn_out="hadamard")),
+    for words, config in ((("attn_out='hadamar'", "dense, hadamard"), dict(attn_out="hadamar")),
+                          (("n_embd=50", "n_head=4"), dict(n_embd=50)), (("n_embd=12", "even"), dict(n_embd=12)),
+                          (("attn=dva", "attn_out=hadamard"), dict(attn="dva", attn_out="hadamard")),
+                          (("init=torch",), dict(init="torch", attn_out="hadamard")),
+                          (("92", "88 and 96"), dict(n_embd=92, n_head=2, attn_out="hadamard")),
                           (("n_head=3", "2 and 4"), dict(n_head=3, attn_out="head_hadamard"))):
         with pytest.raises(ValueError) as e:
             GPT(GPTConfig(**{**NANO, **config}))
@@ -504,8 +525,10 @@ def test_gpt_flops_per_token_by_hand():
     # a layer of width 8: W_Q, W_K, W_V 192, W_O 64, SwiGLU of hidden width 32: 3 * 256 = 768; two layers, a head of 10 * 8
     config = dict(n_layer=2, n_head=2, n_embd=8, block_size=4, vocab_size=10)
     assert GPT(GPTConfig(**config)).flops_per_token() == 6 * (2 * (192 + 64 + 768) + 80) + 2 * 12 * 4 * 8
-    assert GPT(GPTConfig(**config, attn_out="hadamard", tie_weights=False)).flops_per_token(T=3) == 6 * (2 * (192 + 768) + 80) + 2 * 12 * 3 * 8
-    assert GPT(GPTConfig(**config, attn="dva", mlp="gelu", pos="learned")).flops_per_token() == 6 * (2 * (5 * 64 + 512) + 80) + 2 * 18 * 4 * 8
+    assert (GPT(GPTConfig(**config, attn_out="hadamard", tie_weights=False)).flops_per_token(T=3)
+            == 6 * (2 * (192 + 768) + 80) + 2 * 12 * 3 * 8)
+    assert (GPT(GPTConfig(**config, attn="dva", mlp="gelu", pos="learned")).flops_per_token()
+            == 6 * (2 * (5 * 64 + 512) + 80) + 2 * 18 * 4 * 8)
 
 
 @pytest.mark.parametrize("out", ["hadamard", "head_hadamard", "identity"])
@@ -526,8 +549,9 @@ def test_gpt_attention_output_is_a_dense_one_with_a_fixed_matrix(out, n_embd, n_
     assert error(m(idx), dense(idx)) < 1e-12
 
 
-@pytest.mark.parametrize("config", [dict(SIZES["nano"], vocab_size=256), dict(n_layer=1, n_embd=768, n_head=12), dict(n_layer=1, n_embd=1536, n_head=16),
-                                    dict(bias=False), dict(n_head=1), dict(tie_weights=False, norm="rmsnorm", mlp="none")])
+@pytest.mark.parametrize("config", [dict(SIZES["nano"], vocab_size=256), dict(n_layer=1, n_embd=768, n_head=12),
+                                    dict(n_layer=1, n_embd=1536, n_head=16), dict(bias=False), dict(n_head=1),
+                                    dict(tie_weights=False, norm="rmsnorm", mlp="none")])
 def test_gpt_fold_hadamard_leaves_logits_equal(config):
     m = make(scale=0.5, attn_out="hadamard", **config)
     idx = torch.randint(0, 97, (2, 16))
@@ -535,7 +559,8 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     folded = fold_hadamard(m)
     x, y = m(idx), folded(idx)
     assert x.std() > 0.1 and (x - y).abs().max() < 1e-5 * max(1, x.abs().max())
-    assert folded.config.attn_out == "head_hadamard" and not folded.training and all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
+    assert folded.config.attn_out == "head_hadamard" and not folded.training
+    assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
 
 
 def test_gpt_fold_hadamard_says_what_it_takes():
@@ -554,8 +579,9 @@ def literal_attention(q, k, v, r, u):
     return P @ v if r is None else (P * (r @ v.mT)) @ u
 
 
-@pytest.mark.parametrize("T, past, wide, outer", [(2, 0, 5, False), (127, 0, 5, False), (128, 0, 10, False), (129, 0, 5, True), (300, 0, 5, False),
-                                                  (260, 0, 5, True), (2, 3, 5, False), (129, 200, 5, False), (130, 7, 5, True)])
+@pytest.mark.parametrize("T, past, wide, outer", [(2, 0, 5, False), (127, 0, 5, False), (128, 0, 10, False), (129, 0, 5, True),
+                                                  (300, 0, 5, False), (260, 0, 5, True), (2, 3, 5, False), (129, 200, 5, False),
+                                                  (130, 7, 5, True)])
 def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
     shapes = dict(q=(T, 5), k=(past + T, 5), v=(past + T, wide)) | (dict(r=(T, 5), u=(past + T, 5)) if outer else {})
     leaf = {n: randn(3, *shape, grad=True) for n, shape in shapes.items()}
@@ -580,8 +606,8 @@ def test_gpt_blocked_attention_dropout(outer, monkeypatch):
         return BlockedAttention.apply(q, k, r, v, u, 0.4)
 
     assert torch.autograd.gradcheck(call, leaf)
-    P = BlockedAttention.apply(torch.zeros(200, 8, 1), torch.zeros(200, 8, 1), None, torch.eye(8).repeat(200, 1, 1), None, 0.25)  # 1 / (t + 1) each
-    kept = P[:, 7] > 0
+    P = BlockedAttention.apply(torch.zeros(200, 8, 1), torch.zeros(200, 8, 1), None, torch.eye(8).repeat(200, 1, 1), None, 0.25)
+    kept = P[:, 7] > 0  # of weights 1 / (t + 1) each
     assert torch.allclose(P[:, 7][kept], torch.tensor(1 / 8 / 0.75)) and abs(kept.float().mean() - 0.75) < 0.04
     assert not torch.equal(kept[0], kept[1]) or not torch.equal(kept[1], kept[2])
 
@@ -613,7 +639,8 @@ def test_gpt_sample_follows_its_distribution():
     assert model_py.sample(logits, 0).unique().tolist() == [1]
 
 
-@pytest.mark.parametrize("attn, pos, out", [("mha", "rope", "hadamard"), ("mha", "learned", "dense"), ("dva", "rope", "dense"), ("dva_outer", "learned", "dense")])
+@pytest.mark.parametrize("attn, pos, out", [("mha", "rope", "hadamard"), ("mha", "learned", "dense"), ("dva", "rope", "dense"),
+                                            ("dva_outer", "learned", "dense")])
 def test_gpt_cache_filled_in_pieces(attn, pos, out):
     m, idx = make(double=True, attn=attn, pos=pos, attn_out=out), torch.randint(0, 97, (2, 9))
     cache, parts, start = m.new_cache(2, 9), [], 0
@@ -630,7 +657,8 @@ class Elsewhere(torch.Tensor):
     device = property(lambda self: SimpleNamespace(type="cuda"))
 
 
-@pytest.mark.parametrize("config", [dict(pos="rope"), dict(pos="learned", mlp="gelu"), dict(attn="dva", n_head=1, pos="rope"), dict(attn="dva")])
+@pytest.mark.parametrize("config", [dict(pos="rope"), dict(pos="learned", mlp="gelu"), dict(attn="dva", n_head=1, pos="rope"),
+                                    dict(attn="dva")])
 def test_gpt_branches_of_a_gpt_on_a_gpu_give_what_those_of_a_cpu_give(config):
     m, idx = make(double=True, **config), torch.randint(0, 97, (2, 9))
     there = m(idx.as_subclass(Elsewhere))
@@ -658,16 +686,19 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config):
     assert all(error(a, b) < 1e-11 for a, b in zip(*results))
 
 
-@pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn="dva", n_head=1, mlp="none"), dict(attn="dva_outer", n_head=1), *SHAQ_PRESETS])
+@pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn="dva", n_head=1, mlp="none"), dict(attn="dva_outer", n_head=1),
+                                    *SHAQ_PRESETS])
 def test_shapes_agree_on_the_meta_device(config):
     "Forward, backward, with a cache or a memory behind: no branch asks for a CPU"
     with torch.device("meta"):
-        m = GPT(GPTConfig(**NANO | config)) if isinstance(config, dict) else SHAQ(SHAQConfig(**SHAQ_PRESETS[config] | dict(n_embd=512, mem_len=40, mean_window=16, dropout=0.0)))
+        m = (GPT(GPTConfig(**NANO | config)) if isinstance(config, dict) else
+             SHAQ(SHAQConfig(**SHAQ_PRESETS[config] | dict(n_embd=512, mem_len=40, mean_window=16, dropout=0.0))))
     x = torch.zeros(2, 6, dtype=torch.int64, device="meta")
     if isinstance(config, dict):
         m(x, x).backward()
         cache = m.new_cache(2, 9)
-        assert m(x, cache=cache).shape == (2, 6, NANO["vocab_size"]) and m(x[:, :2], cache=cache, pos=6).shape[1] == 2 and m(x[:, :1], cache=cache, pos=8).is_meta
+        assert m(x, cache=cache).shape == (2, 6, NANO["vocab_size"]) and m(x[:, :2], cache=cache, pos=6).shape[1] == 2
+        assert m(x[:, :1], cache=cache, pos=8).is_meta
     else:
         loss, state = m(x, x)
         loss.backward()
@@ -789,7 +820,8 @@ def test_hadamard_matrix_does_not_depend_on_the_default_device():
     for n in (36, 76):
         with torch.device("meta"):
             hadamard_matrix(n), hadamard_transform(torch.zeros(1, n, device="cpu"))
-        assert torch.equal(hadamard_matrix(n).square().sum(1), torch.full((n,), float(n))) and hadamard_transform(torch.eye(n)).device.type == "cpu"
+        assert torch.equal(hadamard_matrix(n).square().sum(1), torch.full((n,), float(n)))
+        assert hadamard_transform(torch.eye(n)).device.type == "cpu"
 
 
 # -----------------------------------------------------------------------------
@@ -827,8 +859,9 @@ def train(tmp_path, data_dir, capsys, monkeypatch):
 
 def command(out, data_dir, *flags, tool=(sys.executable,)):
     given = {f.split("=")[0] for f in flags}
-    tiny = dict(n_layer=1, n_embd=32, n_head=2, block_size=32, batch_tokens=256, micro_batch=4, dtype="float32", attn_out="hadamard", dropout=0.1, lr=0.01,
-                warmup_steps=2, max_steps=6, max_minutes=0, eval_interval=3, eval_tokens=1024, seed=1, dataset="mine", data_dir=data_dir, out_dir=out, device="cpu")
+    tiny = dict(n_layer=1, n_embd=32, n_head=2, block_size=32, batch_tokens=256, micro_batch=4, dtype="float32", attn_out="hadamard",
+                dropout=0.1, lr=0.01, warmup_steps=2, max_steps=6, max_minutes=0, eval_interval=3, eval_tokens=1024, seed=1,
+                dataset="mine", data_dir=data_dir, out_dir=out, device="cpu")
     keep = {"data_dir", "out_dir", "device"} if "--resume" in flags else tiny
     return [*tool, str(HERE / "train_gpt.py"), *(f"--{k}={v}" for k, v in tiny.items() if k in keep and f"--{k}" not in given), *flags]
 
@@ -859,10 +892,12 @@ def test_train_learns_logs_samples_and_saves(train, tmp_path, monkeypatch, capsy
     assert status == 0 and not err, err
     loss, val = losses(log)
     first = log[0]
-    assert first["settings"]["lr"] == 0.02 and first["config"]["attn_out"] == "hadamard" and {"python", "torch", "git"} <= set(first["versions"])
+    assert first["settings"]["lr"] == 0.02 and first["config"]["attn_out"] == "hadamard"
+    assert {"python", "torch", "git"} <= set(first["versions"])
     assert "float32" in first["machine"] and first["params"] == GPT(GPTConfig(**first["config"])).num_params()
     assert list(loss) == list(range(40)) and list(val) == [0, 20, 40] and val[0] > 5.4 > 4.0 > val[40] and loss[39] < 4.0
-    for word in ("validation", "bits a byte", "norm", "tokens/s", "MFU", "left", "sample:", "ckpt.pt", "log.jsonl", "4 sequences", f"{first['params']:,}"):
+    for word in ("validation", "bits a byte", "norm", "tokens/s", "MFU", "left", "sample:", "ckpt.pt", "log.jsonl", "4 sequences",
+                 f"{first['params']:,}"):
         assert word in out, word
     path = tmp_path / "out/ckpt.pt"
     ckpt = torch.load(path, weights_only=True)
@@ -897,8 +932,9 @@ def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, dat
     """Bit for bit, dropout included: after kill -9 from the last checkpoint, after SIGTERM and SIGINT from the step they came at."""
     flags = "--max_steps=400", "--eval_interval=100"  # enough steps for the signal to come in between
     straight = losses(train(*flags, out="straight")[3])
-    env = os.environ | dict(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(torch.get_num_threads()))  # bit for bit wants as many threads here and there
-    runs = [(subprocess.Popen(command(tmp_path / name, data_dir, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env), number)
+    env = os.environ | dict(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(torch.get_num_threads()))  # bit for bit wants equally many threads
+    runs = [(subprocess.Popen(command(tmp_path / name, data_dir, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              env=env), number)
             for name, number in (("SIGKILL", signal.SIGKILL), ("SIGTERM", signal.SIGTERM), ("SIGINT", signal.SIGINT))]
     for process, number in runs:
         for line in process.stdout:
@@ -909,7 +945,8 @@ def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, dat
         out, err = process.communicate(timeout=60)
         assert process.returncode == status and not err, err
         saved = torch.load(tmp_path / number.name / "ckpt.pt", weights_only=True)["step"]
-        assert (saved == 100 if number == signal.SIGKILL else 120 <= saved < 400 and f"saved step {saved}" in out and "--resume" in out), saved
+        assert (saved == 100 if number == signal.SIGKILL else
+                120 <= saved < 400 and f"saved step {saved}" in out and "--resume" in out), saved
         status, out, err, log = train("--resume", out=number.name)
         assert status == 0 and not err and losses(log) == straight, number.name
         assert sorted(os.listdir(tmp_path / number.name)) == ["ckpt.pt", "log.jsonl"]
@@ -917,14 +954,16 @@ def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, dat
 
 def test_train_max_minutes_shortens_the_schedule_at_the_pace_of_the_first_25_steps(train, tmp_path):
     status, out, err, log = train("--max_steps=400", "--max_minutes=1e-9", "--eval_interval=100")
-    assert status == 0 and "will do for 25 steps here" in out and list(losses(log)[0]) == list(range(25)) and list(losses(log)[1]) == [0, 25]
+    assert status == 0 and "will do for 25 steps here" in out
+    assert list(losses(log)[0]) == list(range(25)) and list(losses(log)[1]) == [0, 25]
     assert torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["settings"]["max_steps"] == 25
 
 
 def test_train_compiled_is_not_compiled(train, tmp_path, monkeypatch):
     plain = losses(train("--max_steps=3", "--dropout=0")[3])
-    monkeypatch.setattr(nn.Module, "compile", lambda self: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend="aot_eager")))
-    done = train("--max_steps=3", "--dropout=0", "--compile=1")  # the graph is captured as on a GPU; inductor's C++ takes longer than all these tests
+    monkeypatch.setattr(nn.Module, "compile",
+                        lambda self: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend="aot_eager")))
+    done = train("--max_steps=3", "--dropout=0", "--compile=1")  # captured as on a GPU; inductor's C++ takes longer than all these tests
     assert done[0] == 0 and ", compiled; MFU" in done[1]
     for mine, theirs in zip(losses(done[3]), plain):
         assert mine == pytest.approx(theirs, abs=1e-5)
@@ -936,7 +975,8 @@ def test_train_two_processes_are_one_with_accumulation(train, data_dir, tmp_path
     flags = "--dropout=0", "--micro_batch=2"
     done = subprocess.run(command(tmp_path / "two", data_dir, *flags, tool=torchrun), capture_output=True, text=True, timeout=120,
                           env=os.environ | dict(OMP_NUM_THREADS="1"))
-    assert done.returncode == 0 and "2 processes x 2 micro-batches x 2 sequences" in done.stdout and done.stdout.count("sample:") == 1, done.stderr
+    assert (done.returncode == 0 and "2 processes x 2 micro-batches x 2 sequences" in done.stdout
+            and done.stdout.count("sample:") == 1), done.stderr
     one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
     for a, b in zip(one, two):
         assert a.keys() == b.keys() and all(abs(a[k] - b[k]) < 2e-5 for k in a), (one, two)
@@ -952,16 +992,19 @@ def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp
 
 
 BAD_FLAGS = [
-    (2, ["--attn_ot=dense"], ["unknown flag --attn_ot", "did you mean --attn_out?"]), (2, ["--attn_out=hadamar"], ["hadamar", "head_hadamard"]),
-    (2, ["--max_steps=many"], ["many"]), (1, ["--n_embd=100"], ["100", "96 and 104"]), (1, ["--n_embd=33"], ["n_embd=33", "n_head=2"]),
-    (1, ["--attn_out=head_hadamard", "--n_head=6", "--n_embd=96"], ["n_head", "6", "4 and 8"]), (1, ["--attn=dva"], ["attn=dva", "attn_out"]),
-    (1, ["--batch_tokens=300"], ["--batch_tokens=300", "take 256"]), (1, ["--batch_tokens=288", "--micro_batch=2"], ["--batch_tokens=288", "take 256"]),
+    (2, ["--attn_ot=dense"], ["unknown flag --attn_ot", "did you mean --attn_out?"]),
+    (2, ["--attn_out=hadamar"], ["hadamar", "head_hadamard"]), (2, ["--max_steps=many"], ["many"]),
+    (1, ["--n_embd=100"], ["100", "96 and 104"]), (1, ["--n_embd=33"], ["n_embd=33", "n_head=2"]),
+    (1, ["--attn_out=head_hadamard", "--n_head=6", "--n_embd=96"], ["n_head", "6", "4 and 8"]),
+    (1, ["--attn=dva"], ["attn=dva", "attn_out"]), (1, ["--batch_tokens=300"], ["--batch_tokens=300", "take 256"]),
+    (1, ["--batch_tokens=288", "--micro_batch=2"], ["--batch_tokens=288", "take 256"]),
     (1, ["--batch_tokens=8"], ["--batch_tokens=8", "take"]), (1, ["--block_size=65536", "--batch_tokens=65536"], ["--block_size"]),
-    (1, ["--dataset=minee"], ["minee", "not prepared", "--input FILE... --name minee"]), (1, ["--dataset=enwik8"], ["python prepare_data.py enwik8"]),
-    (1, ["--resume"], ["ckpt.pt", "does not exist"]),
+    (1, ["--dataset=minee"], ["minee", "not prepared", "--input FILE... --name minee"]),
+    (1, ["--dataset=enwik8"], ["python prepare_data.py enwik8"]), (1, ["--resume"], ["ckpt.pt", "does not exist"]),
 ]
-OUT_OF_RANGE = ["--batch_tokens=0", "--micro_batch=0", "--micro_batch=-4", "--block_size=0", "--n_head=0", "--n_embd=0", "--n_layer=0", "--max_steps=-1",
-                "--eval_interval=0", "--eval_tokens=-1", "--lr=-1", "--weight_decay=-1", "--grad_clip=-1", "--dropout=1.5", "--seed=-1", "--warmup_steps=-1"]
+OUT_OF_RANGE = ["--batch_tokens=0", "--micro_batch=0", "--micro_batch=-4", "--block_size=0", "--n_head=0", "--n_embd=0", "--n_layer=0",
+                "--max_steps=-1", "--eval_interval=0", "--eval_tokens=-1", "--lr=-1", "--weight_decay=-1", "--grad_clip=-1",
+                "--dropout=1.5", "--seed=-1", "--warmup_steps=-1"]
 
 
 @pytest.mark.parametrize("status, flags, words", BAD_FLAGS, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v))
@@ -980,8 +1023,10 @@ def test_train_numbers_out_of_range_are_one_line(train, tmp_path, flag):
 def test_train_damaged_data_is_one_line(train, tmp_path, data_dir):
     flags = f"--data_dir={tmp_path}",
     for damage, words in ((lambda p: p.write_bytes(p.read_bytes()[:-1]), ["train.bin", "truncated", "prepare_data.py"]),
-                          (lambda p: p.write_bytes(b"hello" * 999), ["train.bin", "no token file"]), (lambda p: p.unlink(), ["train.bin", "does not exist"]),
-                          (lambda p: pd.write_bin(str(p), np.full(len(pd.open_bin(str(p), "")), 300, np.uint16), 65536), ["train.bin", "300", "vocabulary of 256"])):
+                          (lambda p: p.write_bytes(b"hello" * 999), ["train.bin", "no token file"]),
+                          (lambda p: p.unlink(), ["train.bin", "does not exist"]),
+                          (lambda p: pd.write_bin(str(p), np.full(len(pd.open_bin(str(p), "")), 300, np.uint16), 65536),
+                           ["train.bin", "300", "vocabulary of 256"])):
         shutil.rmtree(tmp_path / "mine", ignore_errors=True)
         shutil.copytree(data_dir / "mine", tmp_path / "mine")
         damage(tmp_path / "mine" / "train.bin")
@@ -991,8 +1036,8 @@ def test_train_damaged_data_is_one_line(train, tmp_path, data_dir):
     one_line(train(*flags), "meta.json", "prepare_data.py")
 
 
-@pytest.mark.parametrize("flag", ["--lr=1", "--n_layer=2", "--attn_out=dense", "--mlp=gelu", "--bias=0", "--size=tiny", "--block_size=64", "--tie_weights=0",
-                                  "--norm=rmsnorm", "--pos=learned", "--dataset=other"])
+@pytest.mark.parametrize("flag", ["--lr=1", "--n_layer=2", "--attn_out=dense", "--mlp=gelu", "--bias=0", "--size=tiny", "--block_size=64",
+                                  "--tie_weights=0", "--norm=rmsnorm", "--pos=learned", "--dataset=other"])
 def test_train_resume_with_other_settings_is_one_line(train, tmp_path, flag):
     assert train("--max_steps=1")[0] == 0
     before = (tmp_path / "out/ckpt.pt").read_bytes()
@@ -1007,7 +1052,8 @@ def test_train_checkpoints_that_are_none_are_one_line(train, tmp_path):
     flip = bytearray(good)
     flip[len(good) // 2] ^= 1
     files = [good[:-9], good[:1000], bytes(flip), b"", b"hello" * 99]
-    for what in (dict(a=1), [1, 2], torch.zeros(3), dict(kind="GPT"), dict(kind="GPT", config=dict(n_embd=8), model={}), dict(kind="GPT", config=None, model=None)):
+    for what in (dict(a=1), [1, 2], torch.zeros(3), dict(kind="GPT"), dict(kind="GPT", config=dict(n_embd=8), model={}),
+                 dict(kind="GPT", config=None, model=None)):
         torch.save(what, path)
         files.append(path.read_bytes())
     for content in files:
@@ -1038,7 +1084,8 @@ def test_generation_gives_the_mode_back_after_an_error():
 def test_train_resume_from_the_other_script_is_one_line(train, tmp_path):
     m = model_py.SHAQ(model_py.SHAQConfig(n_embd=8, vocab_size=11))
     (tmp_path / "out").mkdir()
-    torch.save(dict(kind="SHAQ", config=asdict(m.config), model=m.state_dict(), data=dict(name="mine", tokenizer="byte")), tmp_path / "out/ckpt.pt")
+    torch.save(dict(kind="SHAQ", config=asdict(m.config), model=m.state_dict(), data=dict(name="mine", tokenizer="byte")),
+               tmp_path / "out/ckpt.pt")
     one_line(train("--resume"), "ckpt.pt", "train_shaq.py")
 
 
@@ -1052,18 +1099,22 @@ def test_train_folder_that_cannot_be_written_is_one_line(train, tmp_path):
 def test_train_full_disk_is_said_and_leaves_nothing_half_written(data_dir, tmp_path, limit):
     """A limit on the size of a file stands for a full disk: the first lets the log begin, the second stops the checkpoint only."""
     full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    done = subprocess.run(command(tmp_path / "out", data_dir, "--max_steps=12"), capture_output=True, text=True, timeout=60, preexec_fn=full)
+    done = subprocess.run(command(tmp_path / "out", data_dir, "--max_steps=12"), capture_output=True, text=True, timeout=60,
+                          preexec_fn=full)
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
-    assert lines[-1].startswith("error: ") and "ckpt.pt" in lines[-1] and all(line.startswith("warning: ") for line in lines[:-1]), done.stderr
+    assert (lines[-1].startswith("error: ") and "ckpt.pt" in lines[-1]
+            and all(line.startswith("warning: ") for line in lines[:-1])), done.stderr
     assert os.listdir(tmp_path / "out") == ["log.jsonl"] and records(tmp_path / "out")
 
 
-@pytest.mark.parametrize("flag, words", [("--ckpt=none.pt", ["none.pt does not exist"]), ("--ckpt=.", ["."]), ("--prompt=", ["--prompt"]), ("--top_k=-1", ["top_k"]),
-                                         ("--temperature=-1", ["temperature"]), ("--tokens=-1", ["tokens"]), ("--device=gpu", ["device"])])
+@pytest.mark.parametrize("flag, words", [("--ckpt=none.pt", ["none.pt does not exist"]), ("--ckpt=.", ["."]), ("--prompt=", ["--prompt"]),
+                                         ("--top_k=-1", ["top_k"]), ("--temperature=-1", ["temperature"]), ("--tokens=-1", ["tokens"]),
+                                         ("--device=gpu", ["device"])])
 def test_sample_bad_input_is_one_line(tmp_path, monkeypatch, capsys, flag, words):
     m = make(vocab_size=256)
-    torch.save(dict(kind="GPT", config=asdict(m.config), model=m.state_dict(), data=dict(name="mine", tokenizer="byte")), tmp_path / "ckpt.pt")
+    torch.save(dict(kind="GPT", config=asdict(m.config), model=m.state_dict(), data=dict(name="mine", tokenizer="byte")),
+               tmp_path / "ckpt.pt")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["model.py", "--ckpt=ckpt.pt", "--device=cpu", flag])
     with pytest.raises(SystemExit) as e:
@@ -1149,7 +1200,8 @@ def test_fopool_on_a_cpu_is_the_same_however_time_is_cut(monkeypatch, spans):
 
 
 def test_fopool_cuts_all_of_time():
-    for B, T, H in ((1, 1, 1), (2, 1019, 256), (16, 128, 256), (16, 512, 1024), (64, 40, 4096), (1, 5000, 3), (3, 15, 7), (0, 9, 4), (2, 0, 4)):
+    for B, T, H in ((1, 1, 1), (2, 1019, 256), (16, 128, 256), (16, 512, 1024), (64, 40, 4096), (1, 5000, 3), (3, 15, 7), (0, 9, 4),
+                    (2, 0, 4)):
         at = 0
         for t, K, L in kernels._fo_spans(B, T, H):
             assert t == at and K >= 1 and L >= 1 and t % kernels.FO_CHUNK == 0 and (K == 1 or L % kernels.FO_CHUNK == 0)
@@ -1445,8 +1497,9 @@ print(slow, statistics.median(times))
 
 def test_fopool_cpu_is_150_times_faster_than_the_autograd_loop():
     """
-    By the median of 7, in a process of its own: the loop lives on fresh memory, and is 4 times faster once machine() has told the allocator to keep
-    it. Another process, up to three, where other work on the machine may have come between: a median of 147 was seen in a full run of these tests.
+    By the median of 7, in a process of its own: the loop lives on fresh memory, and is 4 times faster once machine() has told the allocator
+    to keep it. Another process, up to three, where other work on the machine may have come between: a median of 147 was seen in a full run
+    of these tests.
     """
     ratios = []
     while len(ratios) < 3 and max(ratios, default=0) < 150:
@@ -1577,7 +1630,7 @@ def test_shaq_folded_gates_are_exact_under_dropout():
     torch.manual_seed(5)                                    # the masks in their order: q, v by heads, weights
     q_mask = F.dropout(torch.ones_like(h), 0.4)
     v_mask = F.dropout(torch.ones(2, 8, 2, 8, dtype=torch.float64).transpose(1, 2), 0.4).transpose(1, 2).flatten(2)
-    noise = torch.Generator().manual_seed(int(torch.randint(2**40, ())))  # weights: BlockedAttention's own, drawn again in its backward pass
+    noise = torch.Generator().manual_seed(int(torch.randint(2**40, ())))  # weights: BlockedAttention's own, drawn again in its backward
     masks = iter((q_mask, v_mask, (torch.rand(2, 2, 3, 8, generator=noise) >= 0.4).double() / 0.6))
     expected = attention_loop(attn, h, torch.cat([memory, m], dim=1), drop=lambda x: x * next(masks))
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
@@ -1728,8 +1781,10 @@ def test_shaq_collapse_changes_nothing_but_the_count():
 
 def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, monkeypatch, capsys):
     model = tiny_shaq(vocab_size=256)
-    torch.save(dict(kind="SHAQ", config=asdict(model.config), model=model.state_dict(), data=dict(name="mine", tokenizer="byte")), tmp_path / "ckpt.pt")
-    monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={tmp_path / 'ckpt.pt'}", "--device=cpu", "--prompt=def ", "--tokens=60", "--seed=7"])
+    torch.save(dict(kind="SHAQ", config=asdict(model.config), model=model.state_dict(), data=dict(name="mine", tokenizer="byte")),
+               tmp_path / "ckpt.pt")
+    monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={tmp_path / 'ckpt.pt'}", "--device=cpu", "--prompt=def ", "--tokens=60",
+                                      "--seed=7"])
     pd.run(model_py.main)
     ids = model.generate(torch.tensor([list(b"def ")]), 60, 0.8, 50, generator=torch.Generator().manual_seed(7))[0][0].tolist()
     assert capsys.readouterr().out == pd.decode("byte", ids) + "\n"
@@ -1904,8 +1959,8 @@ TINY_SHAQ = ["--n_embd=16", "--mem_len=230", "--dropout=0.1", "--dtype=float32",
 
 def _train_shaq(tmp_path, *flags, processes=0, code=0):
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
-    done = subprocess.run([sys.executable, *launch, os.path.join(HERE, "train_shaq.py"), f"--data_dir={tmp_path}/data", "--dataset=mine", *TINY_SHAQ, *flags],
-                          capture_output=True, text=True, env=dict(os.environ, OMP_NUM_THREADS="1"), cwd=tmp_path)
+    done = subprocess.run([sys.executable, *launch, os.path.join(HERE, "train_shaq.py"), f"--data_dir={tmp_path}/data", "--dataset=mine",
+                           *TINY_SHAQ, *flags], capture_output=True, text=True, env=dict(os.environ, OMP_NUM_THREADS="1"), cwd=tmp_path)
     assert done.returncode == code and ("Traceback" not in done.stderr or processes), done.stderr
     return done
 
@@ -1920,8 +1975,8 @@ def text_data(tmp_path):
     rng = np.random.default_rng(0)
     words = [bytes(rng.integers(97, 123, rng.integers(2, 9)).astype(np.uint8)) for _ in range(50)]
     (tmp_path / "text.txt").write_bytes(b" ".join(words[i] for i in rng.integers(0, 50, 1500)))
-    subprocess.run([sys.executable, os.path.join(HERE, "prepare_data.py"), "--input", "text.txt", "--name", "mine"], cwd=tmp_path, check=True,
-                   capture_output=True)
+    subprocess.run([sys.executable, os.path.join(HERE, "prepare_data.py"), "--input", "text.txt", "--name", "mine"], cwd=tmp_path,
+                   check=True, capture_output=True)
     return tmp_path
 
 
@@ -1932,8 +1987,8 @@ def test_train_shaq_max_minutes_shortens_the_schedule(text_data):
 
 @pytest.mark.parametrize("preset, optimizer", [("sharnn", "lamb"), ("shaq", "adamw")])
 def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(text_data, preset, optimizer):
-    flags = [f"--preset={preset}", f"--optimizer={optimizer}", "--schedule=constant", "--batch=2", "--bptt=200"]  # 9,000 bytes: a new epoch on the way
-    whole = _train_shaq(text_data, *flags, "--max_steps=30", "--out_dir=whole")
+    flags = [f"--preset={preset}", f"--optimizer={optimizer}", "--schedule=constant", "--batch=2", "--bptt=200"]
+    whole = _train_shaq(text_data, *flags, "--max_steps=30", "--out_dir=whole")  # 9,000 bytes: a new epoch on the way
     assert "sample:" in whole.stdout and (text_data / "whole/best.pt").exists()
     _train_shaq(text_data, *flags, "--max_steps=13", "--out_dir=parts")
     assert len(_losses(text_data / "parts")) == 13
@@ -1950,8 +2005,8 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(text_data, preset, opti
 def test_train_shaq_flags_reach_the_model(text_data):
     model = dict(rnn="qrnn", ff="ffn", memory="mean", gates=False, rnn_residual=True, n_layer=2, n_head=2, attn_layers=[1, 2])
     flags = [f"--{k}={int(v) if isinstance(v, bool) else '1,2' if k == 'attn_layers' else v}" for k, v in model.items()]
-    _train_shaq(text_data, *flags, "--preset=sharnn", "--batch=2", "--bptt=20", "--max_steps=3", "--lr=1e-3", "--min_lr=1e-4", "--warmup_steps=1", "--seed=3",
-                "--weight_decay=0.1", "--grad_clip=0", "--device=cpu", "--out_dir=flags")
+    _train_shaq(text_data, *flags, "--preset=sharnn", "--batch=2", "--bptt=20", "--max_steps=3", "--lr=1e-3", "--min_lr=1e-4",
+                "--warmup_steps=1", "--seed=3", "--weight_decay=0.1", "--grad_clip=0", "--device=cpu", "--out_dir=flags")
     with open(text_data / "flags/log.jsonl", encoding="utf-8") as f:
         first, *rest = map(json.loads, f)
     assert {k: first["config"][k] for k in model} == model
@@ -1960,7 +2015,8 @@ def test_train_shaq_flags_reach_the_model(text_data):
 
 def test_train_shaq_two_processes_are_one(text_data):
     for processes, out in ((0, "one"), (2, "two")):
-        _train_shaq(text_data, "--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3", f"--out_dir={out}", processes=processes)
+        _train_shaq(text_data, "--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3", f"--out_dir={out}",
+                    processes=processes)
     one, two = _losses(text_data / "one"), _losses(text_data / "two")
     assert len(one) == 6 and max(abs(one[i] - two[i]) for i in one) < 2e-5
     a, b = _losses(text_data / "one", "val_loss"), _losses(text_data / "two", "val_loss")
@@ -2313,12 +2369,14 @@ def test_bench_params_are_the_papers(tmp_path, capsys):
     assert set(bench.SHAQ_PRESETS) < set(rows) and len(rows) == 16 + 4 + 2 + len(bench.SHAQ_PRESETS) + 1
     for name, r in rows.items():  # as the papers print them: three figures at most, two of table 1 truncated instead of rounded
         unit = 1e8 if r["paper"] >= 1e9 else 1e5 if "saved" in name else 1e6
-        assert r["paper"] == r["measured"] or abs(r["measured"] - r["paper"]) <= unit * (1 if name in ("mean_mem", "no_gates") else 0.5), name
+        assert (r["paper"] == r["measured"]
+                or abs(r["measured"] - r["paper"]) <= unit * (1 if name in ("mean_mem", "no_gates") else 0.5)), name
     assert "| tiny, saved | -7.1M | -7,068,672 | +0.03M |" in capsys.readouterr().out
 
 
 def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data, capsys):
-    rows = bench_run(tmp_path, "compare", "--variant=lr=4e-3", "--variant=lr=4e-3", "--variant=lr=4e-4", common(bench_data, GPT_SET), "--seeds=3", "--points=2")
+    rows = bench_run(tmp_path, "compare", "--variant=lr=4e-3", "--variant=lr=4e-3", "--variant=lr=4e-4", common(bench_data, GPT_SET),
+                     "--seeds=3", "--points=2")
     loss = [[r["val_loss"] for r in sorted(rows, key=lambda r: r["seed"]) if r["index"] == i] for i in range(3)]
     assert len(set(loss[0])) == 3 and loss[0] == loss[1]
     assert bench.paired(loss[1], loss[0]) == (0.0, 0.0)
@@ -2330,7 +2388,8 @@ def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data
 
 
 def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data):
-    for model, variants, text in (("gpt", ["attn_out=dense", "attn_out=identity,n_embd=16"], GPT_SET), ("shaq", ["preset=sharnn", "preset=shaq"], SHAQ_SET)):
+    for model, variants, text in (("gpt", ["attn_out=dense", "attn_out=identity,n_embd=16"], GPT_SET),
+                                  ("shaq", ["preset=sharnn", "preset=shaq"], SHAQ_SET)):
         flags = [f"--model={model}", *(f"--variant={v}" for v in variants), common(bench_data, text), "--seeds=1", "--points=1"]
         a, b = sorted(bench_run(tmp_path, "compare", *flags, "--equal=flops"), key=lambda r: r["index"])
         assert b["steps"] > a["steps"] and abs(b["curve"][-1][3] / a["curve"][-1][3] - 1) < 0.5 / a["steps"]
@@ -2353,8 +2412,8 @@ def test_bench_shared_weights_start_equal():
 def test_bench_trains_as_the_training_scripts_do(bench_data, tmp_path, monkeypatch):
     import train_gpt
     text = GPT_SET.replace("max_steps=12", "max_steps=4")
-    flags = [f"--{part}" for part in text.split(",")] + ["--dataset=words", f"--data_dir={bench_data}", f"--out_dir={tmp_path}", "--size=nano", "--seed=1",
-                                                         "--device=cpu", "--dtype=float32", "--micro_batch=8"]
+    flags = [f"--{part}" for part in text.split(",")] + ["--dataset=words", f"--data_dir={bench_data}", f"--out_dir={tmp_path}",
+                                                         "--size=nano", "--seed=1", "--device=cpu", "--dtype=float32", "--micro_batch=8"]
     monkeypatch.setattr("sys.argv", ["train_gpt.py", *flags])
     train_gpt.main()
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -2382,18 +2441,22 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
     if argv[0] in ("prefill", "decode"):
         assert {r["variant"] for r in rows} == set(bench.OUTS) and all(r["tokens_per_s"] > 0 for r in rows) and len(rows) == 8
     if argv[0] == "train":
-        assert {"gpt2_book", "dva_book", "sharnn", "shaq"} <= {r["variant"] for r in rows} and "dva_book against gpt2_book | 1.60" in "".join(tables)
+        assert {"gpt2_book", "dva_book", "sharnn", "shaq"} <= {r["variant"] for r in rows}
+        assert "dva_book against gpt2_book | 1.60" in "".join(tables)
     if argv[0] == "scaling":
         assert sum("val_loss" in r for r in rows) == 12 and sum("exponent" in r for r in rows) == 2
 
 
 def test_bench_mistakes_end_in_one_line(tmp_path, capsys):
     for argv, words in (
-        (["compares"], "did you mean compare?"), ([], "say what"), (["compare", "--variant=attn_ot=dense", "--variant="], "did you mean attn_out?"),
-        (["compare", "--variant=n_embd=big", "--variant="], "expected a number"), (["compare", "--variant=lr=1", "--variant=batch_tokens=4"], "--set"),
-        (["compare", "--variant=lr=1"], "two --variant"), (["prefill", "--sizes=tny"], "did you mean tiny?"), (["kernels", "--widths=71"], "nearest that work"),
-        (["compare", "--variant=preset=shak", "--variant=", "--model=shaq"], "did you mean shaq?"), (["kernels", "--pool=3"], "expected BxTxH"),
-        (["plot", f"--records={tmp_path}"], "error: "), (["eval", f"--ckpt={tmp_path}/none"], "error: "), (["train", "--rounds=x"], "--rounds")):
+        (["compares"], "did you mean compare?"), ([], "say what"),
+        (["compare", "--variant=attn_ot=dense", "--variant="], "did you mean attn_out?"),
+        (["compare", "--variant=n_embd=big", "--variant="], "expected a number"),
+        (["compare", "--variant=lr=1", "--variant=batch_tokens=4"], "--set"), (["compare", "--variant=lr=1"], "two --variant"),
+        (["prefill", "--sizes=tny"], "did you mean tiny?"), (["kernels", "--widths=71"], "nearest that work"),
+        (["compare", "--variant=preset=shak", "--variant=", "--model=shaq"], "did you mean shaq?"),
+        (["kernels", "--pool=3"], "expected BxTxH"), (["plot", f"--records={tmp_path}"], "error: "),
+        (["eval", f"--ckpt={tmp_path}/none"], "error: "), (["train", "--rounds=x"], "--rounds")):
         with pytest.raises(SystemExit):
             bench.main(argv)
         err = capsys.readouterr().err.strip().splitlines()
@@ -2402,10 +2465,13 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys):
 
 def test_bench_timing_interleaves_and_warms_up():
     seen = []
-    t = bench.timed({"a": lambda i: seen.append(("a", i)), "b": lambda i: seen.append(("b", i))}, machine("cpu", "float32"), rounds=2, least=0.0)
-    assert seen == [(n, i) for n in "ab" for i in range(3)] + [(n, i) for i in (3, 4) for n in "ab"] and all(len(v) == 2 for v in t.values())
+    t = bench.timed({"a": lambda i: seen.append(("a", i)), "b": lambda i: seen.append(("b", i))}, machine("cpu", "float32"),
+                    rounds=2, least=0.0)
+    assert seen == [(n, i) for n in "ab" for i in range(3)] + [(n, i) for i in (3, 4) for n in "ab"]
+    assert all(len(v) == 2 for v in t.values())
     gain = bench.gains(dict(dense=2.0, hadamard=1.7, head_hadamard=2.1, identity=1.5))
-    assert gain["hadamard"] == pytest.approx((2 / 1.7 - 1, 0.6)) and gain["head_hadamard"][1] == pytest.approx(-0.2) and gain["identity"][1] is None
+    assert gain["hadamard"] == pytest.approx((2 / 1.7 - 1, 0.6))
+    assert gain["head_hadamard"][1] == pytest.approx(-0.2) and gain["identity"][1] is None
 
 
 def small_gpt(block_size=16):
@@ -2462,7 +2528,8 @@ def test_bench_eval_rolling_counts_each_token_once():
 def test_bench_eval_of_a_local_task(tmp_path, capsys):
     "With lm_eval: its accuracy on questions of ours is that by hand. Without: one line that says what to install."
     model = small_gpt(64)
-    torch.save(dict(kind="GPT", config=asdict(model.config), model=model.state_dict(), data=dict(name="x", tokenizer="byte"), settings=dict(size="nano")), tmp_path / "ckpt.pt")
+    torch.save(dict(kind="GPT", config=asdict(model.config), model=model.state_dict(), data=dict(name="x", tokenizer="byte"),
+                    settings=dict(size="nano")), tmp_path / "ckpt.pt")
     argv = ["eval", f"--ckpt={tmp_path}/ckpt.pt", "--tasks=letters", f"--include_path={tmp_path}"]
     if importlib.util.find_spec("lm_eval") is None:
         with pytest.raises(SystemExit):
@@ -2470,20 +2537,23 @@ def test_bench_eval_of_a_local_task(tmp_path, capsys):
         assert "pip install lm_eval" in capsys.readouterr().err
         return
     draw = random.Random(1)
-    docs = [dict(q="".join(draw.choices("abc ", k=8)).strip() or "a", choices=["".join(draw.choices("xyz", k=3)) for _ in range(3)], gold=draw.randrange(3)) for _ in range(20)]
+    docs = [dict(q="".join(draw.choices("abc ", k=8)).strip() or "a", choices=["".join(draw.choices("xyz", k=3)) for _ in range(3)],
+                 gold=draw.randrange(3)) for _ in range(20)]
     (tmp_path / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
     (tmp_path / "letters.yaml").write_text(
-        f"task: letters\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/docs.jsonl}}}}\ntest_split: test\noutput_type: multiple_choice\n"
-        'doc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{gold}}"\nmetric_list:\n  - metric: acc\n')
+        f"task: letters\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/docs.jsonl}}}}\ntest_split: test\n"
+        'output_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{gold}}"\n'
+        'metric_list:\n  - metric: acc\n')
     rows = bench_run(tmp_path, *argv)
     with torch.no_grad():
-        right = [max(range(3), key=lambda i: by_hand(model, d["q"].encode(), b" " + d["choices"][i].encode())[0]) == d["gold"] for d in docs]
+        right = [max(range(3), key=lambda i: by_hand(model, d["q"].encode(), b" " + d["choices"][i].encode())[0]) == d["gold"]
+                 for d in docs]
     assert 0 < sum(right) < 20 and {r["metric"]: r["value"] for r in rows}["acc"] == pytest.approx(sum(right) / 20)
 
 
 def test_bench_reads_training_logs(tmp_path):
-    lines = [dict(settings=dict(preset="shaq"), config={}, machine="a CPU"), dict(step=0, val_loss=5.0, bits_per_byte=7.2), dict(step=0, loss=5.0, ms=3e4),
-             dict(step=1, loss=4.0, ms=3e4), dict(step=2, val_loss=4.0, bits_per_byte=5.8)]
+    lines = [dict(settings=dict(preset="shaq"), config={}, machine="a CPU"), dict(step=0, val_loss=5.0, bits_per_byte=7.2),
+             dict(step=0, loss=5.0, ms=3e4), dict(step=1, loss=4.0, ms=3e4), dict(step=2, val_loss=4.0, bits_per_byte=5.8)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     assert bench.read_logs([tmp_path / "log.jsonl"]) == [dict(name="shaq", hardware="a CPU", run="", curve=[(0.0, 0, 7.2), (1.0, 2, 5.8)])]
     (tmp_path / "log.jsonl").write_text("no JSON\n")
@@ -2493,7 +2563,8 @@ def test_bench_reads_training_logs(tmp_path):
 
 def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys):
     "With matplotlib: the figures. Without: one line that says what to install."
-    bench_run(tmp_path, "compare", "--model=shaq", "--variant=preset=sharnn", "--variant=preset=shaq", common(bench_data, SHAQ_SET), "--seeds=2", "--points=2")
+    bench_run(tmp_path, "compare", "--model=shaq", "--variant=preset=sharnn", "--variant=preset=shaq", common(bench_data, SHAQ_SET),
+              "--seeds=2", "--points=2")
     argv = ["plot", f"--records={tmp_path}", f"--assets={tmp_path}/assets", "--format=png,svg"]
     if importlib.util.find_spec("matplotlib") is None:
         with pytest.raises(SystemExit):
@@ -2502,10 +2573,12 @@ def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys):
         return
     bench_run(tmp_path, "prefill", "--batch=1,2", "--T=4,8", "--runs=1")
     bench_run(tmp_path, "decode", "--batch=1,2", "--T=2", "--new_tokens=1", "--runs=1")
-    bench_run(tmp_path, "scaling", "--sizes=1x8,1x16", "--tokens_per_param=0.2", common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=1024"))
+    bench_run(tmp_path, "scaling", "--sizes=1x8,1x16", "--tokens_per_param=0.2",
+              common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=1024"))
     bench.main(argv)
     made = {f.name for f in (tmp_path / "assets").iterdir() if f.stat().st_size > 5000}
-    assert made == {f"{n}.{k}" for n in ("compare_shaq", "ablations", "prefill_nano_heatmap", "decode_nano", "scaling") for k in ("png", "svg")}
+    assert made == {f"{n}.{k}" for n in ("compare_shaq", "ablations", "prefill_nano_heatmap", "decode_nano", "scaling")
+                    for k in ("png", "svg")}
 
 
 # -----------------------------------------------------------------------------
@@ -2522,7 +2595,8 @@ def speed_ratio(d, dtype, runs):
     x, dy = torch.randn(4096, d, dtype=dtype, requires_grad=True), torch.randn(4096, d, dtype=dtype)
     W, b, alpha, beta = (torch.randn(*shape, requires_grad=True) for shape in ((d, d), (d,), (d,), (d,)))
     W_, b_ = W.detach().to(dtype).requires_grad_(), b.detach().to(dtype).requires_grad_()
-    sides = [lambda: torch.autograd.grad(F.linear(x, W_, b_), (x, W_, b_), dy), lambda: torch.autograd.grad(hadamard_affine(x, alpha, beta), (x, alpha, beta), dy)]
+    sides = [lambda: torch.autograd.grad(F.linear(x, W_, b_), (x, W_, b_), dy),
+             lambda: torch.autograd.grad(hadamard_affine(x, alpha, beta), (x, alpha, beta), dy)]
     times = [[], []]
     for i in range(runs + 1):
         for side, seen in zip(sides, times):
@@ -2533,7 +2607,8 @@ def speed_ratio(d, dtype, runs):
     return statistics.median(times[0][1:]) / statistics.median(times[1][3:])
 
 
-@pytest.mark.parametrize("d, dtype, least", [(1024, torch.float32, 6), (2048, torch.float32, 6), (1024, torch.bfloat16, 4), (2048, torch.bfloat16, 4)])
+@pytest.mark.parametrize("d, dtype, least", [(1024, torch.float32, 6), (2048, torch.float32, 6), (1024, torch.bfloat16, 4),
+                                             (2048, torch.bfloat16, 4)])
 def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
     if dtype == torch.bfloat16 and not has_bf16():
         return  # both sides would time an emulation

@@ -28,15 +28,16 @@ from prepare_data import Log, Parser, StopSignal, die, digest, duration, ensure,
 # Settings. Defaults depend on the size; whatever is typed counts.
 
 RECIPES = {  # tokens a step and peak learning rate of [1, table 2]; v1 gives none for its larger sizes, which take large's
-    "nano": dict(batch_tokens=2048, micro_batch=8, lr=2e-3, min_lr=1e-4, warmup_steps=50, max_steps=1000, max_minutes=3.0, eval_interval=250,
-                 eval_tokens=2**16),
+    "nano": dict(batch_tokens=2048, micro_batch=8, lr=2e-3, min_lr=1e-4, warmup_steps=50, max_steps=1000, max_minutes=3.0,
+                 eval_interval=250, eval_tokens=2**16),
     "tiny": dict(batch_tokens=2**18, micro_batch=32, lr=6e-4),
     "small": dict(batch_tokens=2**18, micro_batch=16, lr=3e-4),
     "base": dict(batch_tokens=2**19, micro_batch=8, lr=2.5e-4),
     "large": dict(batch_tokens=2**20, micro_batch=8, lr=2e-4),
     # DVA's experiment, the book's way [2]: 5 epochs of 1,512 steps of 2 windows; the loss on the first 5 batches of the validation split
-    "dva_book": dict(dataset="warandpeace", batch_tokens=512, micro_batch=2, lr=4e-4, schedule="constant", warmup_steps=0, betas=(0.9, 0.999),
-                     decay="all", grad_clip=0.0, max_steps=7560, eval_interval=100, eval_tokens=2560, eval_windows="first", seed=123, dtype="float32"),
+    "dva_book": dict(dataset="warandpeace", batch_tokens=512, micro_batch=2, lr=4e-4, schedule="constant", warmup_steps=0,
+                     betas=(0.9, 0.999), decay="all", grad_clip=0.0, max_steps=7560, eval_interval=100, eval_tokens=2560,
+                     eval_windows="first", seed=123, dtype="float32"),
 }
 RECIPES["gpt2_book"] = RECIPES["dva_book"]
 
@@ -46,7 +47,8 @@ def parse():
     add = parser.add_argument
     add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (nano on a CPU, tiny on a GPU)")
     for name, choices in CHOICES.items():
-        add(f"--{name}", choices=choices, help={"attn_out": "what stands in the place of attention's output projection"}.get(name, f"(default {getattr(GPTConfig, name)})"))
+        add(f"--{name}", choices=choices, help={"attn_out": "what stands in the place of attention's output projection"}.get(
+            name, f"(default {getattr(GPTConfig, name)})"))
     for name in ("n_layer", "n_head", "n_embd", "block_size"):
         add(f"--{name}", type=number(int, 1), help="instead of the preset's")
     add("--bias", type=flag01, help="0: no bias in linear layers and LayerNorm")
@@ -58,7 +60,8 @@ def parse():
     add("--batch_tokens", type=number(int, 1), help="tokens a step, over all processes")
     add("--micro_batch", type=number(int, 1), help="sequences a process takes at a time; the rest is accumulated")
     add("--max_steps", type=number(int, 0), help="(default 1000 for nano, else 20 tokens a parameter)")
-    add("--max_minutes", type=number(float, 0), help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 3 for nano, else 0)")
+    add("--max_minutes", type=number(float, 0),
+        help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 3 for nano, else 0)")
     add("--lr", type=number(float, 0), help="peak learning rate")
     add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
@@ -75,17 +78,19 @@ def parse():
     return vars(parser.parse_args())
 
 
-FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "device", "dtype", "compile", "max_steps", "max_minutes"}  # may change on --resume
+FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "device", "dtype", "compile", "max_steps",
+        "max_minutes"}  # may change on --resume
 
 
 def settle(typed, stored, m):
     "What was typed over what the checkpoint holds (its settings and its whole configuration) over the defaults -> settings, model settings"
     s = dict(size="nano" if m.device.type == "cpu" else "tiny", dataset="pysource", data_dir="data", out_dir="out/gpt", weight_decay=0.1,
-             max_minutes=0.0, grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20, eval_windows="spread", seed=1337,
-             compile=m.device.type == "cuda")
+             max_minutes=0.0, grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20,
+             eval_windows="spread", seed=1337, compile=m.device.type == "cuda")
     for name, value in typed.items():
         if name in stored and name not in FREE and stored[name] != value:
-            die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; drop the flag, or start anew without --resume in another --out_dir")
+            die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; "
+                "drop the flag, or start anew without --resume in another --out_dir")
     size = (stored | typed).get("size", s["size"])
     s |= RECIPES.get(size, RECIPES["large"]) | stored | typed
     model = {k: s[k] for k in (f.name for f in fields(GPTConfig)) if k in s}
@@ -101,7 +106,8 @@ class Windows:
         self.tokens, self.block_size, self.batch, self.seed = tokens, block_size, batch, seed
         self.count = (len(tokens) - 1) // block_size  # each also needs the token behind its last one
         if self.count < batch:
-            die(f"the training data has {len(tokens):,} tokens, a step takes {batch} windows of {block_size}: lower --batch_tokens or --block_size")
+            die(f"the training data has {len(tokens):,} tokens, a step takes {batch} windows of {block_size}: "
+                "lower --batch_tokens or --block_size")
         self.epoch = None
 
     def __call__(self, step, part):
@@ -118,7 +124,8 @@ def stack(tokens, windows, T):
 
 
 def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
-    "Mean loss in nats a token over fixed windows, spread evenly over the split or its first; all ranks share the work through the bare model"
+    """Mean loss in nats a token over fixed windows, spread evenly over the split or its first; all ranks share the work through the bare
+    model"""
     T = model.config.block_size
     count = (len(tokens) - 1) // T
     n = min(count, max(1, eval_tokens // T))
@@ -164,8 +171,9 @@ def main():
     c["vocab_size"] = c.get("vocab_size", -(-data.vocab_size // 64) * 64)  # a multiple of 64 is faster on a GPU: 50257 -> 50304
     source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
     if ckpt and source | ckpt["data"] != source:
-        die(f"{path} was trained on {ckpt['data']['name']} ({ckpt['data']['tokenizer']}, SHA-256 {ckpt['data'].get('sha256', 'not kept')}), and --dataset={data.name} "
-            f"is {data.tokenizer}, {source['sha256']}: prepare the same data, or start anew without --resume")
+        die(f"{path} was trained on {ckpt['data']['name']} ({ckpt['data']['tokenizer']}, "
+            f"SHA-256 {ckpt['data'].get('sha256', 'not kept')}), and --dataset={data.name} is {data.tokenizer}, {source['sha256']}: "
+            "prepare the same data, or start anew without --resume")
 
     # model
     torch.manual_seed(s["seed"])
@@ -191,11 +199,13 @@ def main():
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: lower --block_size")
     windows = Windows(data.train, T, B, s["seed"])
     s.setdefault("max_steps", -(-20 * model.num_params() // s["batch_tokens"]))
-    for name, default in (("min_lr", s["lr"] / 10), ("warmup_steps", s["max_steps"] // 50), ("eval_interval", max(1, s["max_steps"] // 20))):
+    for name, default in (("min_lr", s["lr"] / 10), ("warmup_steps", s["max_steps"] // 50),
+                          ("eval_interval", max(1, s["max_steps"] // 20))):
         s.setdefault(name, default)
 
     # optimiser
-    optimizer = torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"], eps=1e-8, fused=m.device.type != "mps")
+    optimizer = torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"], eps=1e-8,
+                                  fused=m.device.type != "mps")
     first = 0
     if ckpt:
         model.load_state_dict(ckpt["model"])
@@ -203,19 +213,21 @@ def main():
         first = ckpt["step"]
     if s["compile"]:
         model.compile()  # in place: the checkpoint's keys stay as they are
-    net = torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None) if m.world > 1 else model
+    net = (torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None)
+           if m.world > 1 else model)
 
     flops, (peak, peak_from) = model.flops_per_token(), peak_flops(m)
     versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
     if m.rank == 0:
-        log = Log(os.path.join(s["out_dir"], "log.jsonl"), dict(settings=s, config=c, params=model.num_params(), machine=m.note, versions=versions),
-                  ckpt and first)
+        log = Log(os.path.join(s["out_dir"], "log.jsonl"),
+                  dict(settings=s, config=c, params=model.num_params(), machine=m.note, versions=versions), ckpt and first)
     say(m.note)
     say(f"{s['size']}, {c['attn']}, {c['attn_out']}: {model.num_params():,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items() if v) + ")")
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "
         f"a step: {B} x {T} tokens = {m.world} processes x {accumulate} micro-batches x {micro} sequences")
-    say(f"{s['max_steps']} steps, lr {s['lr']:g}{'' if s['schedule'] == 'constant' else ' -> %g' % s['min_lr']}, {'compiled' if s['compile'] else 'not compiled'}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
+    say(f"{s['max_steps']} steps, lr {s['lr']:g}{'' if s['schedule'] == 'constant' else ' -> %g' % s['min_lr']}, "
+        f"{'compiled' if s['compile'] else 'not compiled'}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
     if not ckpt and os.path.exists(path):
         say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
 
@@ -288,12 +300,14 @@ def main():
             log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu)
         if stopping:
             if m.rank == 0 and save(step + 1):
-                say(f"stopped; saved step {step + 1} in {path}; go on with --resume" + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={s['out_dir']}"))
+                say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
+                    + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={s['out_dir']}"))
             raise SystemExit(130)
         step += 1
-        if step == 25 and s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:  # pace is the mean over processes: all decide alike
+        if step == 25 and s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:  # the mean over processes: all decide alike
             s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
-            say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there (--max_minutes=0 runs all)")
+            say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; "
+                "the schedule now ends there (--max_minutes=0 runs all)")
 
     # at the end: a sample, and where everything lies
     if m.device.type == "cuda":
@@ -305,7 +319,8 @@ def main():
             say("sample:" + data.decode([i for i in out if i < data.vocab_size]))
         except SystemExit:  # the tokenizer, not there, has said why
             pass
-        say(f"{path}: the model (python model.py --ckpt={path} --prompt=...); {os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
+        say(f"{path}: the model (python model.py --ckpt={path} --prompt=...); "
+            f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
     if m.world > 1:
         dist.barrier()  # a rank that leaves while another still works can abort at exit
         dist.destroy_process_group()

@@ -31,8 +31,8 @@ from prepare_data import Log, Parser, StopSignal, die, digest, duration, ensure,
 # Settings. On a GPU the published ones; on a CPU a model that learns something in three minutes.
 
 PAPER = dict(n_embd=1024, batch=16, bptt=1024, lr=2e-3, warmup_steps=800, epochs=32, mem_len=5000, dropout=0.1, schedule="constant")
-LAPTOP = dict(n_embd=256, batch=16, bptt=128, lr=4e-3, warmup_steps=50, max_steps=1000, max_minutes=3.0, mem_len=512, dropout=0.0, schedule="cosine",
-              eval_interval=250, eval_tokens=2**17)
+LAPTOP = dict(n_embd=256, batch=16, bptt=128, lr=4e-3, warmup_steps=50, max_steps=1000, max_minutes=3.0, mem_len=512, dropout=0.0,
+              schedule="cosine", eval_interval=250, eval_tokens=2**17)
 
 
 def parse():
@@ -56,7 +56,8 @@ def parse():
     add("--batch", type=number(int, 1), help="parallel streams, over all processes (default 16)")
     add("--bptt", type=number(int, 5), help="longest window; 1 in 20 is about half as long (default 128 on a CPU, 1024 on a GPU)")
     add("--max_steps", type=number(int, 0), help="(default 1000 on a CPU; on a GPU 32 epochs)")
-    add("--max_minutes", type=number(float, 0), help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 3 on a CPU, else 0)")
+    add("--max_minutes", type=number(float, 0),
+        help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 3 on a CPU, else 0)")
     add("--optimizer", choices=["lamb", "adamw"], help="(default lamb)")
     add("--lr", type=number(float, 0), help="peak learning rate")
     add("--min_lr", type=number(float, 0), help="at the end of a cosine (default lr / 10)")
@@ -69,7 +70,8 @@ def parse():
     add("--seed", type=number(int, 0), help="of initial weights, window lengths and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where there are instructions for it)")
-    add("--stage2", metavar="CKPT", help="start from the weights of this checkpoint with a fresh optimiser at half the rate, 5 epochs: the published second stage")
+    add("--stage2", metavar="CKPT",
+        help="start from the weights of this checkpoint with a fresh optimiser at half the rate, 5 epochs: the published second stage")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args())
 
@@ -81,7 +83,8 @@ def settle(typed, stored, m):
     "What was typed over what the checkpoint holds over the defaults -> settings, model settings"
     for name, value in typed.items():
         if name in stored and name not in FREE and stored[name] != value:
-            die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; drop the flag, or start anew without --resume in another --out_dir")
+            die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; "
+                "drop the flag, or start anew without --resume in another --out_dir")
     s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
              eval_tokens=2**62, seed=1337, max_minutes=0.0) | (LAPTOP if m.device.type == "cpu" else PAPER)
     s |= stored | typed
@@ -166,8 +169,9 @@ def main():
     data = ensure(s["dataset"], s["data_dir"])
     source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
     if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or (resume and source | ckpt["data"] != source)):
-        die(f"{path if resume else stage2} was trained on {ckpt['data']['name']} ({ckpt['data']['tokenizer']}, SHA-256 {ckpt['data'].get('sha256', 'not kept')}), and "
-            f"--dataset={data.name} is {data.tokenizer}, {source['sha256']}: prepare the same data, or start anew")
+        die(f"{path if resume else stage2} was trained on {ckpt['data']['name']} ({ckpt['data']['tokenizer']}, "
+            f"SHA-256 {ckpt['data'].get('sha256', 'not kept')}), and --dataset={data.name} is {data.tokenizer}, {source['sha256']}: "
+            "prepare the same data, or start anew")
     if s["batch"] % m.world:
         die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take a multiple of {m.world}")
     streams = range(m.rank * s["batch"] // m.world, (m.rank + 1) * s["batch"] // m.world)
@@ -186,7 +190,8 @@ def main():
     if s["optimizer"] == "lamb":
         optimizer = LAMB(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"])
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=s["lr"], betas=(0.9, 0.999), weight_decay=s["weight_decay"], fused=m.device.type != "mps")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=s["lr"], betas=(0.9, 0.999), weight_decay=s["weight_decay"],
+                                      fused=m.device.type != "mps")
     first, at, epoch, best, state, minutes = 0, 0, 0, math.inf, None, 0.0
     try:
         if ckpt:
@@ -197,7 +202,8 @@ def main():
         optimizer.load_state_dict(ckpt["optimizer"])
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = take(ckpt["state"], streams, m.device)
-    net = torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None) if m.world > 1 else model
+    net = (torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None)
+           if m.world > 1 else model)
     per_epoch = length / (0.975 * s["bptt"])
     if not s.get("max_steps"):
         s["max_steps"] = math.ceil(s["epochs"] * per_epoch)
@@ -213,7 +219,8 @@ def main():
     say(m.note)
     say(f"{s['preset']}: {c['n_layer']} blocks of width {c['n_embd']}, {sum(p.numel() for p in model.parameters()):,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
-    say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}) in {s['batch']} streams of {length:,}, about {per_epoch:,.0f} steps an epoch")
+    say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}) in {s['batch']} streams of {length:,}, "
+        f"about {per_epoch:,.0f} steps an epoch")
     say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
     if not resume and os.path.exists(path):
         say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
@@ -222,9 +229,8 @@ def main():
         whole = gather(state, m)  # on every rank: each holds the state of its own streams
         if m.rank:
             return True
-        content = dict(kind="SHAQ", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, at=at, epoch=epoch, best=best,
-                       minutes=minutes, state=whole, settings=s,
-                       data=source, versions=versions)
+        content = dict(kind="SHAQ", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, at=at, epoch=epoch,
+                       best=best, minutes=minutes, state=whole, settings=s, data=source, versions=versions)
         try:
             write_atomic(where, lambda f: torch.save(content, f))
             return True
@@ -241,7 +247,8 @@ def main():
         if last or step == 0 or (step % s["eval_interval"] == 0 and step > first):
             val = evaluate(model, data.val, s["eval_tokens"], s, m)
             bpc = val / math.log(2) / data.bytes_per_token
-            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats a token, perplexity {math.exp(val):.2f}, {bpc:.4f} bits a byte (bpc)")
+            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats a token, perplexity {math.exp(val):.2f}, "
+                f"{bpc:.4f} bits a byte (bpc)")
             if m.rank == 0:
                 log(step=step, val_loss=val, perplexity=math.exp(val), bits_per_byte=bpc, minutes=minutes)
             if val < best:
@@ -285,19 +292,21 @@ def main():
         rate = T * s["batch"] / dt
         mfu = rate * flops / (peak * m.world)
         left = (pace or dt) * (s["max_steps"] - step - 1)
-        say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / data.bytes_per_token:.3f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  "
-            f"{rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(left)} left")
+        say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / data.bytes_per_token:.3f}  lr {lr:.2e}  "
+            f"norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(left)} left")
         if m.rank == 0:
             log(step=step, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, minutes=minutes)
         if stopping:
             if save(step + 1, path):
-                say(f"stopped; saved step {step + 1} in {path}; go on with --resume" + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={s['out_dir']}"))
+                say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
+                    + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={s['out_dir']}"))
             raise SystemExit(130)
         minutes += dt / 60
         step += 1
-        if step == 25 and s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:  # pace is the mean over processes: all decide alike
+        if step == 25 and s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:  # the mean over processes: all decide alike
             s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
-            say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there (--max_minutes=0 runs all)")
+            say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; "
+                "the schedule now ends there (--max_minutes=0 runs all)")
 
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
@@ -316,8 +325,8 @@ def main():
             say("sample:" + data.decode([i for i in out if i < data.vocab_size]))
         except SystemExit:  # the tokenizer, not there, has said why
             pass
-        say(f"{best_path}: the model at its best validation loss (python model.py --ckpt={best_path} --prompt=...); {path}: at its last step; "
-            f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
+        say(f"{best_path}: the model at its best validation loss (python model.py --ckpt={best_path} --prompt=...); "
+            f"{path}: at its last step; {os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
     if m.world > 1:
         dist.barrier()  # a rank that leaves while another still works can abort at exit
         dist.destroy_process_group()
