@@ -1204,7 +1204,7 @@ def plot_compare(plt, rows):
     for i, name in sorted(variants.items()):
         mine = [r for r in rows if r["index"] == i]
         pace = np.median([r["tokens"] / r["steps"] / r["tokens_per_s"] for r in mine])  # seconds a step: medians, other work may slow some
-        curves = np.array([[[p[0], p[3], p[0] * pace, p[2]] for p in r["curve"][1:]] for r in mine])  # (seeds, points, 4), without the start
+        curves = np.array([[[p[0], p[3], p[0] * pace, p[2]] for p in r["curve"][1:]] for r in mine])  # (seeds, points, 4); no start
         mean, error = curves.mean(0), curves[..., 3].std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else None
         for ax, x in zip(axes, mean.T[:3]):
             ax.plot(x, mean[:, 3], color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, label=name)
