@@ -147,6 +147,32 @@ def test_hadamard_gradcheck_twice(d, n_head, heads_only):
     assert torch.autograd.gradgradcheck(hadamard_transform, inputs[:1])
 
 
+def test_hadamard_16_bit_rounds_the_numbers_and_not_the_scale():
+    "A scale that is no power of two, rounded to 16 bits, would be a gain on everything: it shows where single errors do not"
+    x = torch.randn(64, 768).bfloat16()
+    alpha, beta = torch.rand(768).add(0.5).bfloat16(), torch.zeros(768)
+    y = [hadamard_transform(x, 768 ** -0.5), torch.autograd.grad(hadamard_affine(z := x.clone().requires_grad_(), alpha.float(), beta), z, x)[0]]
+    H = layer_matrix(768, 1, False)
+    for out, exact in zip(y, (x.double() @ H, (x.double() * alpha.double()) @ H)):
+        assert abs((out.double() * exact).sum() / exact.square().sum() - 1) < 2e-4
+        assert error(out, exact) < 1.9 * error(exact.bfloat16(), exact)
+
+
+def test_hadamard_norm_is_as_exact_as_the_wider_of_its_inputs():
+    for low in (torch.bfloat16, torch.float16):
+        x, residual, vectors = torch.randn(9, 64), torch.randn(9, 64).to(low), [torch.randn(64) for _ in range(4)]
+        y, normed = hadamard_affine_norm(x, *vectors[:2], residual, *vectors[2:])
+        assert y.dtype == low and error(normed, F.layer_norm(y.double(), (64,), *(v.double() for v in vectors[2:]))) < 1e-6
+
+
+def test_hadamard_gradients_of_vectors_stay_in_fp32_inside_autocast():
+    x, dy, alpha, beta = torch.randn(50, 64), torch.randn(50, 64), torch.randn(64).requires_grad_(), torch.randn(64).requires_grad_()
+    outside = torch.autograd.grad(hadamard_affine(x, alpha, beta), (alpha, beta), dy)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = torch.autograd.grad(hadamard_affine(x, alpha, beta), (alpha, beta), dy)
+    assert all(error(a, b.double()) < 1e-6 for a, b in zip(inside, outside))
+
+
 def test_hadamard_takes_any_strides_and_any_number_of_rows():
     d, alpha, beta = 48, randn(48), randn(48)
     H = layer_matrix(d, 1, False)
