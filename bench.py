@@ -773,10 +773,10 @@ def bench_decode(argv):
                 cache = model.new_cache(B, T + n)
             hidden = torch.compile(model.hidden) if compiled else model.hidden
 
-            def prompt(i=0, model=model, hidden=hidden):
+            def prompt(i=0, model=model, hidden=hidden, cache=cache):
                 return model.lm_head(hidden(idx, cache)[:, -1]).argmax(-1, keepdim=True)        # (B, 1)
 
-            def steps(i=0, model=model, hidden=hidden, token=idx[:, -1:].clone()):
+            def steps(i=0, model=model, hidden=hidden, cache=cache, token=idx[:, -1:].clone()):
                 for pos in range(T, T + n):
                     token = model.lm_head(hidden(token, cache, pos)[:, 0]).argmax(-1, keepdim=True)  # (B, 1)
 

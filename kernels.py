@@ -317,7 +317,7 @@ if triton is not None:
         out = residual + alpha * scale * (x @ H) + beta and normed = LayerNorm(out), or RMSNorm; stats (2, N): each row's mean and
         1 / deviation. A program holds whole rows, so both norms' sums cost no memory: two reads and two writes, where the transform and
         an addition fused with the norm make three of each. Heads of 96 stand in tiles of 128: CW > C, and the lanes beyond C idle.
-        With an fp32 residual two widths use up all registers and spill 2 to 10 numbers: 2048 on sm_80; 1536 on sm_100, with Triton 3.6 only.
+        With an fp32 residual two widths use up all registers and spill 2 to 10 numbers: 2048 on sm_80; 1536 on sm_100, by Triton 3.6.
         """
         row = tl.program_id(0) * R + tl.arange(0, R).to(tl.int64)
         j = tl.arange(0, W)

@@ -151,7 +151,8 @@ def test_hadamard_16_bit_rounds_the_numbers_and_not_the_scale():
     "A scale that is no power of two, rounded to 16 bits, would be a gain on everything: it shows where single errors do not"
     x = torch.randn(64, 768).bfloat16()
     alpha, beta = torch.rand(768).add(0.5).bfloat16(), torch.zeros(768)
-    y = [hadamard_transform(x, 768 ** -0.5), torch.autograd.grad(hadamard_affine(z := x.clone().requires_grad_(), alpha.float(), beta), z, x)[0]]
+    z = x.clone().requires_grad_()
+    y = [hadamard_transform(x, 768 ** -0.5), *torch.autograd.grad(hadamard_affine(z, alpha.float(), beta), z, x)]
     H = layer_matrix(768, 1, False)
     for out, exact in zip(y, (x.double() @ H, (x.double() * alpha.double()) @ H)):
         assert abs((out.double() * exact).sum() / exact.square().sum() - 1) < 2e-4
