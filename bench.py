@@ -1073,9 +1073,11 @@ def bench_eval(argv):
     except ImportError as e:
         die(f"eval needs EleutherAI's harness ({e.name or e} is missing): pip install lm_eval")
     try:
-        ckpt = load_checkpoint(args.ckpt, "GPT")
+        ckpt = load_checkpoint(args.ckpt)
     except ValueError as e:
         die(e)
+    if ckpt["kind"] != "GPT":
+        die(f"{args.ckpt} is a checkpoint of train_shaq.py: eval takes one of train_gpt.py")
 
     class Harness(Scorer, LM):
         pass
@@ -1090,7 +1092,7 @@ def bench_eval(argv):
     except (OSError, ConnectionError) as e:
         die(f"lm_eval could not load its data ({str(e).splitlines()[0]}): "
             "download it once where there is a network, or give --include_path")
-    size, i, rows = ckpt["settings"].get("size"), int(ckpt["config"]["attn_out"] != "dense"), []
+    size, i, rows = ckpt.get("settings", {}).get("size"), int(ckpt["config"]["attn_out"] != "dense"), []
     for task in args.tasks:
         for key, value in sorted((found.get("groups", {}).get(task) or found["results"][task]).items()):
             metric = key.removesuffix(",none")

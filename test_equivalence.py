@@ -2537,6 +2537,39 @@ def test_bench_eval_log_likelihoods_are_those_computed_by_hand():
     assert scorer.score([(long, list(b"end"))])[0][0] == pytest.approx(scorer.score([(long[-14:], list(b"end"))])[0][0], abs=1e-5)
 
 
+def test_bench_eval_agrees_with_lm_evals_own_model():
+    "A GPT-2 with the same random weights, a token a byte, by lm_eval and transformers where they are installed; else by hand"
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=256, mlp="gelu", pos="learned")).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8).add_(torch.randn_like(p), alpha=0.02)
+    pairs = [("The cat", " sat"), ("", "A dog"), ("spaces  ", "end"), ("a context far longer than sixty-four bytes are, " * 2, " more")]
+    requests = [SimpleNamespace(args=p) for p in pairs]
+    found = bench.Scorer(model, "byte", machine("cpu", "float32"), batch=3).loglikelihood(requests)
+    if importlib.util.find_spec("lm_eval") and importlib.util.find_spec("transformers"):
+        from lm_eval.models.huggingface import HFLM
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+        gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
+        matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored the other way round there
+        gpt2.load_state_dict({k if k.startswith("lm_head") else "transformer." + k: v.T if k.endswith(matrices) else v
+                              for k, v in model.state_dict().items()})
+        plain = [b for b in range(256) if 33 <= b < 127 or 161 <= b < 173 or b >= 174]  # GPT-2's names of the bytes; the others from 256 on
+        names = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in plain)}
+        tokens = Tokenizer(models.BPE(vocab=names, merges=[]))
+        tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+        newline = next(name for name, b in names.items() if b == 10)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token=newline, eos_token=newline)
+        expected = HFLM(pretrained=gpt2, tokenizer=tokenizer, device="cpu", batch_size=2, max_length=64).loglikelihood(requests)
+    else:
+        with torch.no_grad():
+            expected = [by_hand(model, (c.rstrip() or "\n").encode(), (c[len(c.rstrip()):] + t).encode())
+                        for c, t in pairs[:3]]  # the last does not fit the model: who cuts it, and where, is for lm_eval to say
+    for (lp, greedy), (lp_, greedy_) in zip(found, expected):
+        assert lp == pytest.approx(lp_, rel=1e-5) and greedy == greedy_
+
+
 def test_bench_eval_rolling_counts_each_token_once():
     model = small_gpt()
     scorer = bench.Scorer(model, "byte", machine("cpu", "float32"), batch=2)
