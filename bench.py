@@ -90,6 +90,7 @@ def start(what, doc, argv, *flags):
         die(e)
     if m.world > 1:
         die("bench.py measures one device: start it without torchrun")
+    torch.use_deterministic_algorithms(False)  # which compare, named before this command, may have left on
     args.what, args.run, args.gpu = what, time.strftime("%Y-%m-%d %H:%M:%S"), m.device.type == "cuda"
     args.hardware, args.git = hardware(m), git_commit()
     return args, m
@@ -311,7 +312,7 @@ def settings(kind, text, what):
             die(f"{what}: {name}={value!r}: expected {'0 or 1' if kind_of is bool else 'a number'}")
     for name, choices in (("size", SIZES), ("preset", SHAQ_PRESETS)):
         if name in out:
-                known(f"{what}: {name}", [out[name]], list(choices))
+            known(f"{what}: {name}", [out[name]], list(choices))
     return out
 
 
@@ -362,7 +363,7 @@ class Trainer:
                               torch.optim.AdamW(self.model.parameters(), lr=s["lr"], betas=(0.9, 0.999), weight_decay=s["weight_decay"],
                                                 fused=m.device.type != "mps"))
             self.flops = self.model.flops_per_token(self.T)
-        if compiled and kind == "gpt":  # a SHAQ's windows change their length from step to step: each would compile anew
+        if compiled:
             self.model.compile()
         self.step_tokens = self.B * self.T
         self.set_steps(s["max_steps"])
@@ -438,7 +439,7 @@ def reproducible(m):
     "The same figures from the same seed on a GPU too, where some gradients are otherwise summed in any order"
     if m.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)  # not warn_only, which leaves the fused attentions as they are
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
@@ -473,7 +474,7 @@ def bench_compare(argv):
         ("seeds", dict(type=int, default=5, help="how many")), ("seed", dict(type=int, default=1, help="the first")),
         ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
         ("points", dict(type=int, default=10, help="evaluations a run")),
-        ("compile", dict(type=flag01, default=False, help="torch.compile (gpt)")))
+        ("compile", dict(type=flag01, default=torch.cuda.is_available(), help="torch.compile (default 1 on a GPU)")))
     kind = args.model
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
     small = dict(gpt="n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,max_steps=100,warmup_steps=10,eval_tokens=8192",
@@ -654,12 +655,14 @@ def pool_rows(args, m, B, T, H):
     short = min(T, 64)
     torch.manual_seed(0)
     qrnn = QRNN(SHAQConfig(n_embd=H)).to(m.device, m.dtype)
-    lstm = torch.nn.LSTM(H, H, batch_first=True).to(m.device, m.dtype)
+    half = torch.float16 if args.gpu and m.dtype == torch.bfloat16 else m.dtype  # cuDNN's own 16 bits: of old versions it has no other
+    lstm = torch.nn.LSTM(H, H, batch_first=True).to(m.device, half)
     gates, x, dh = (ring(lambda n=n: torch.randn(B, T, n, device=m.device).to(m.dtype)) for n in (3 * H, H, H))
     slow = "loop" if short == T else f"loop, {T / short:g} times {short} steps"
     layers = {"fo-pool": (lambda g: qrnn_pool(g)[0], gates, ()),
               "QRNN layer (product and fo-pool)": (lambda x: qrnn(x)[0], x, tuple(qrnn.parameters())),
-              "LSTM layer" + (" (cuDNN)" if args.gpu else ""): (lambda x: lstm(x)[0], x, tuple(lstm.parameters())),
+              "LSTM layer" + (f" (cuDNN, {str(half)[6:]})" if args.gpu else ""):
+                  (lambda x: lstm(x.to(half))[0].to(x.dtype), x, tuple(lstm.parameters())),
               slow: (pool_loop, [g[:, :short].contiguous() for g in gates], ())}
     grads = {slow: [g[:, :short].contiguous() for g in dh]}
 
@@ -832,7 +835,7 @@ def bench_train(argv):
                          help="of SHAQ")),
         ("set", dict(default="", help="name=value,.. for the GPTs (on a CPU the two books are 4 layers of 256 where not given)")),
         ("shaq_set", dict(default="", help="the same for SHAQ")),
-        ("compile", dict(type=flag01, default=gpu, help="torch.compile the GPTs")),
+        ("compile", dict(type=flag01, default=gpu, help="torch.compile")),
         ("rounds", dict(type=int, default=5 if gpu else 3, help="steps of each that are timed")))
     known("--models", args.models, ["gpt", "book", "shaq"])
     known("--sizes", args.sizes, SIZES)
@@ -852,9 +855,9 @@ def bench_train(argv):
         groups.append(("shaq", 205, {p: dict(preset=p) | shaq for p in args.presets}))
     rows, ratios = [], []
     for kind, vocabulary, variants in groups:
-        if args.compile and kind == "gpt":
+        if args.compile:
             fresh_compiler()
-        data, trainers = random_text(common.get("vocab_size", vocabulary) if kind == "gpt" else vocabulary, 400_000), {}
+        data, trainers = random_text(common.get("vocab_size", vocabulary) if kind == "gpt" else vocabulary, 2**22), {}
         memory = {}
         for name, v in variants.items():
             trainers[name] = t = Trainer(kind, v, data, m, 1, compiled=args.compile)
@@ -875,11 +878,11 @@ def bench_train(argv):
             rate = tokens[name] / mid
             hours = ABLATIONS[name][0] if kind == "shaq" else None
             paper = 90e6 / (hours * 3600) if hours else None
-            rows.append((name, f"{t.params:,}", f"{tokens[name]:,.0f}", "compiled" if args.compile and kind == "gpt" else "eager",
+            rows.append((name, f"{t.params:,}", f"{tokens[name]:,.0f}", "compiled" if args.compile else "eager",
                          spread(s), paper and f"{paper:,.0f}", f"{rate:,.0f}", paper and f"{rate / paper:.2f} times",
                          f"{rate * t.flops / peak:.1%}", memory[name] and f"{memory[name]:,.0f}"))
             record(args, model=kind, variant=name, seconds=s.tolist(), tokens=tokens[name], tokens_per_s=rate, mfu=rate * t.flops / peak,
-                   peak_mib=memory[name], params=t.params, compiled=args.compile and kind == "gpt")
+                   peak_mib=memory[name], params=t.params, compiled=args.compile)
         ratio = {n: tokens[n] / (s.mean() if kind == "shaq" else np.median(s)) for n, s in seconds.items()}
         base = next(iter(ratio))
         for name in list(ratio)[1:]:

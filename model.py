@@ -114,7 +114,7 @@ def rope(x, cos, sin):
 def product_dtype(x):
     "The dtype that a matrix product of x is computed in: autocast's, where that is on"
     device = x.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    on = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on and x.dtype != torch.float64 else x.dtype
 
 
@@ -202,7 +202,7 @@ def attention(q, k, v, r=None, u=None, dropout=0.0):
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     # On a GPU heads up to 256 wide with v as wide as q take flash kernels; wider ones, and dva's v of twice the width, the memory-efficient
     # kernel, whose memory is linear in T too. Not measured here: no GPU was at hand when this was written.
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=T == S)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None and T > 1)
 
 
 class Attention(nn.Module):
@@ -243,8 +243,7 @@ class Attention(nn.Module):
         q, k, v, *more = qkv.transpose(1, 2).split(self.n_head, 1)                       # (B, h, T, d_h) each
         k_r, q_r = more or (None, None)
         if cache is not None:  # keys and values of all tokens so far; cache is (2 or 3, B, h, positions, d_h)
-            for i, t in enumerate((k, v, k_r)[:len(cache)]):
-                cache[i, :, :, pos:pos + T] = t
+            cache[:, :, :, pos:pos + T] = torch.stack((k, v, k_r)[:len(cache)])  # one write: torch.compile would copy all of it for two
             k, v, k_r = [t[:, :, :pos + T].to(q.dtype) for t in cache] + [k_r] * (3 - len(cache))
         p = self.dropout if self.training else 0.0
         if self.attn == "mha":
@@ -314,17 +313,18 @@ HEAD_LOGITS = 2**26  # module-level, as torch.compile cannot read an attribute o
 
 class HeadLoss(torch.autograd.Function):
     """
-    Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> fp32 scalar.
+    Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> fp32 scalar. grads: whether backward
+    may follow, which forward cannot see by itself.
 
     By slices of rows, each slice's gradients made at once while its logits are there: of all N x V logits no more than HEAD_LOGITS numbers
     ever exist, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary: 40 GB).
     """
     @staticmethod
-    def forward(ctx, x, weight, targets):
+    def forward(ctx, x, weight, targets, grads):
         n, dtype = max(1, HEAD_LOGITS // len(weight)), product_dtype(x)
         x_, w_ = x.to(dtype), weight.to(dtype)
-        loss, grads = 0.0, any(ctx.needs_input_grad)
-        dx, dw = torch.empty_like(x_) if grads else None, None
+        grads = grads and any(ctx.needs_input_grad)
+        loss, dx, dw = 0.0, torch.empty_like(x_) if grads else None, None
         for i in range(0, len(x), n):
             logits = (x_[i:i + n] @ w_.T).float() if dtype != torch.float64 else x_[i:i + n] @ w_.T
             target = targets[i:i + n, None]
@@ -347,7 +347,7 @@ class HeadLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         dx, dw = ctx.saved_tensors
-        return (dx * g.to(dx.dtype)).to(ctx.dtypes[0]), (dw * g.to(dw.dtype)).to(ctx.dtypes[1]), None
+        return (dx * g.to(dx.dtype)).to(ctx.dtypes[0]), (dw * g.to(dw.dtype)).to(ctx.dtypes[1]), None, None
 
 
 # -----------------------------------------------------------------------------
@@ -430,7 +430,7 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache, pos)
         if targets is None:
             return self.lm_head(x)
-        return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
     def new_cache(self, batch, length=None, dtype=None):
         "Empty KV cache: one (2, B, h, length, d_h) tensor a layer, k and v; 3 for dva: k, v, k_R"
@@ -761,7 +761,12 @@ class SHAQBlock(nn.Module):
         rnn_state, memory = state if state is not None else (None, None)
         h = self.ln_start(h)
         if isinstance(self.rnn, nn.LSTM):  # its h and c are (1, B, d); ours (B, d), so that streams are dimension 0 of all state
-            x, rnn_state = self.rnn(h, rnn_state and tuple(s[None] for s in rnn_state))
+            rnn_state = rnn_state and tuple(s[None] for s in rnn_state)
+            if h.is_cuda:  # autocast would take fp16 there, whatever its dtype, and lose small gradients: fp32, whose products are TF32
+                with torch.autocast("cuda", enabled=False):
+                    x, rnn_state = self.rnn(h.to(self.rnn.weight_hh_l0.dtype), rnn_state)
+            else:
+                x, rnn_state = self.rnn(h, rnn_state)
             rnn_state = tuple(s[0] for s in rnn_state)
         else:
             x, rnn_state = self.rnn(h, rnn_state)
@@ -833,7 +838,7 @@ class SHAQ(nn.Module):
         h = self.drop(self.wte(idx))                                    # (B, T, d)
         new_state = []
         for block, s in zip(self.blocks, state):
-            h, s = block(h, s)
+            h, s = (block if self.training else block.forward)(h, s)    # what compile() makes is for training
             new_state.append(s)
         logits = F.linear(self.drop(h), self.wte.weight, self.decoder_bias)     # (B, T, V)
         if targets is None:
@@ -857,6 +862,14 @@ class SHAQ(nn.Module):
                 windows = (sample(logits[:, -1], temperature, top_k, generator),)     # (B, 1)
                 out += windows
         return torch.cat(out, dim=1), state
+
+    def compile(self, **kw):
+        """torch.compile for training, kw as there: a block's code once for all blocks and windows of any length. Attention stays eager:
+        its loops run over a window's length."""
+        for block in self.blocks:
+            if block.attn is not None:
+                block.attn.forward = torch.compiler.disable(block.attn.forward)
+            block.compile(dynamic=True, **kw)
 
     def collapse(self):
         """Precompute the value gates (at d = 1024, 2,099,200 parameters less). For inference only; returns self."""
@@ -1013,9 +1026,9 @@ def machine(device="auto", dtype="auto"):
     return Machine(device, getattr(torch, dtype), rank, world, note)
 
 
-PEAK = {  # dense bf16 FLOP/s with fp32 accumulation, from the makers' data sheets; the first name contained in the device's counts
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12,
-    "A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
+PEAK = {  # dense bf16 FLOP/s with fp32 accumulation, from the makers' data sheets; the first whose words stand in the device's name counts
+    "B200": 2250e12, "H200 NVL": 836e12, "H200": 989e12, "H100 NVL": 836e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
+    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
 }
 
 
@@ -1023,7 +1036,7 @@ def peak_flops(m):
     "-> (FLOP/s, where the figure is from): the data sheet's for a known GPU in bf16, else a matrix product measured here and now"
     if m.device.type == "cuda" and m.dtype == torch.bfloat16:
         for name, peak in PEAK.items():
-            if name in torch.cuda.get_device_name(m.device):
+            if f" {name} " in f" {torch.cuda.get_device_name(m.device)} ".replace("-", " "):
                 return peak, f"{name} data sheet"
     n = 1024 if m.device.type == "cpu" else 4096
     a, b = (torch.randn(n, n, device=m.device, dtype=m.dtype) for _ in range(2))

@@ -666,6 +666,38 @@ def test_gpt_sample_follows_its_distribution():
     assert model_py.sample(logits, 0).unique().tolist() == [1]
 
 
+@pytest.mark.parametrize("attn", ["mha", "dva", "dva_outer"])
+def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
+    torch._dynamo.reset()
+    model, idx = make(attn=attn), torch.randint(0, 97, (2, 12))
+    compiled = torch.compile(model.hidden, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        mine, theirs = model.new_cache(2), model.new_cache(2)
+        for f, cache in ((compiled, mine), (model.hidden, theirs)):
+            x = [f(idx[:, :5], cache)] + [f(idx[:, i:i + 1], cache, i) for i in range(5, 12)]  # position i becomes symbolic on the way
+            cache.append(torch.cat(x, 1))
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_peak_flops_knows_cards_by_whole_words(monkeypatch):
+    for name, peak in (("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 NVL", 836), ("NVIDIA A100-SXM4-80GB", 312),
+                       ("NVIDIA L40", 181), ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA GeForce RTX 4090", 165)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert model_py.peak_flops(model_py.Machine(torch.device("cuda"), torch.bfloat16, 0, 1, ""))[0] == peak * 1e12
+
+
+def test_gpt_evaluation_does_none_of_the_work_of_gradients():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, idx, flops = make(), torch.randint(0, 97, (2, 12)), []
+    for targets in (None, idx):
+        with model_py.evaluating(model), FlopCounterMode(display=False) as counter:
+            model(idx, targets)
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1] > 0
+
+
 @pytest.mark.parametrize("attn, pos, out", [("mha", "rope", "hadamard"), ("mha", "learned", "dense"), ("dva", "rope", "dense"),
                                             ("dva_outer", "learned", "dense")])
 def test_gpt_cache_filled_in_pieces(attn, pos, out):
@@ -2027,6 +2059,44 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(text_data, preset, opti
         second = _train_shaq(text_data, "--stage2=whole/best.pt", "--max_steps=2", "--out_dir=second")
         assert f"lr {4e-3 / 2:g} constant" in second.stdout
         assert "another model" in _train_shaq(text_data, "--stage2=whole/best.pt", "--n_layer=3", "--out_dir=x", code=1).stderr
+
+
+@pytest.mark.parametrize("preset", ["shaq", "mean_mem"])
+def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengths(preset):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    models = [tiny_shaq(preset, mem_len=20, mean_window=8).train() for _ in range(2)]
+    models[1].compile(backend="aot_eager")  # captured as on a GPU
+    ids, states, at, graphs = torch.randint(11, (2, 90), generator=torch.Generator().manual_seed(0)), [None, None], 0, []
+    for T in (12, 11, 9, 7):
+        results = []
+        for i, model in enumerate(models):
+            loss, state = model(ids[:, at:at + T], ids[:, at + 1:at + T + 1], states[i])
+            loss.backward()
+            states[i] = detach_state(state)
+            results.append((loss.detach(), *(p.grad.clone() for p in model.parameters())))
+            model.zero_grad()
+        at += T
+        graphs.append(counters["stats"]["unique_graphs"])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+    assert graphs[0] > 0 and graphs[1:] == [graphs[1]] * 3, graphs
+    outs = [model.generate(ids[:, :5], 4, temperature=0)[0] for model in models]
+    assert torch.equal(*outs) and counters["stats"]["unique_graphs"] == graphs[-1]  # for training only
+
+
+def test_train_shaq_compiled_is_not_compiled(text_data, monkeypatch, capsys):
+    import functools
+    import train_shaq
+    monkeypatch.setattr(SHAQ, "compile", functools.partialmethod(SHAQ.compile, backend="aot_eager"))
+    monkeypatch.chdir(text_data)
+    for flag in (0, 1):
+        monkeypatch.setattr(sys, "argv", ["train_shaq.py", "--data_dir=data", "--dataset=mine", *TINY_SHAQ, "--dropout=0", "--bptt=20",
+                                          "--batch=2", "--max_steps=5", "--preset=sharnn", f"--compile={flag}", f"--out_dir=c{flag}"])
+        train_shaq.main()
+    assert ", compiled; MFU" in capsys.readouterr().out
+    assert _losses("c1") == pytest.approx(_losses("c0"), abs=1e-5) and len(_losses("c0")) == 5
+    assert torch.load("c0/ckpt.pt", weights_only=True)["model"].keys() == torch.load("c1/ckpt.pt", weights_only=True)["model"].keys()
 
 
 def test_train_shaq_flags_reach_the_model(text_data):

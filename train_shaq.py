@@ -70,13 +70,15 @@ def parse():
     add("--seed", type=number(int, 0), help="of initial weights, window lengths and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where there are instructions for it)")
+    add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length (default 1 on a GPU)")
     add("--stage2", metavar="CKPT",
         help="start from the weights of this checkpoint with a fresh optimiser at half the rate, 5 epochs: the published second stage")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args())
 
 
-FREE = {"data_dir", "out_dir", "eval_interval", "eval_tokens", "device", "dtype", "max_steps", "max_minutes"}  # may change on --resume
+FREE = {"data_dir", "out_dir", "eval_interval", "eval_tokens", "device", "dtype", "compile", "max_steps",
+        "max_minutes"}  # may change on --resume
 
 
 def settle(typed, stored, m):
@@ -86,7 +88,7 @@ def settle(typed, stored, m):
             die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; "
                 "drop the flag, or start anew without --resume in another --out_dir")
     s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
-             eval_tokens=2**62, seed=1337, max_minutes=0.0) | (LAPTOP if m.device.type == "cpu" else PAPER)
+             eval_tokens=2**62, seed=1337, max_minutes=0.0, compile=m.device.type == "cuda") | (LAPTOP if m.device.type == "cpu" else PAPER)
     s |= stored | typed
     model = {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s}
     return s, SHAQ_PRESETS[s["preset"]] | model | dict(mean_window=s["bptt"])
@@ -202,6 +204,8 @@ def main():
         optimizer.load_state_dict(ckpt["optimizer"])
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = take(ckpt["state"], streams, m.device)
+    if s["compile"]:
+        model.compile()
     net = (torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None)
            if m.world > 1 else model)
     per_epoch = length / (0.975 * s["bptt"])
@@ -221,7 +225,8 @@ def main():
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}) in {s['batch']} streams of {length:,}, "
         f"about {per_epoch:,.0f} steps an epoch")
-    say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
+    say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}, {'compiled' if s['compile'] else 'not compiled'}; "
+        f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
     if not resume and os.path.exists(path):
         say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
 
