@@ -240,6 +240,18 @@ def test_hadamard_operators_pass_opcheck():
     torch.library.opcheck(kernels._hadamard_grads, (x, dy, 0.2, 2, False))
 
 
+@pytest.mark.parametrize("half, use", [(0, "hadamard_affine(x, x[0], x[1]).mul(2).sum()"), (1, "qrnn_pool(x[None, :, :48])[0].sum()")])
+def test_each_half_of_kernels_py_works_alone(half, use, tmp_path):
+    with open(os.path.join(HERE, "kernels.py"), encoding="utf-8") as f:
+        source = f.read()
+    rule, banner = "# " + "-" * 77 + "\n", "# fo-pooling:"
+    top, bottom = source.split(rule + banner)
+    (tmp_path / "mine.py").write_text((top, top.split(rule)[0] + rule + banner + bottom)[half], encoding="utf-8")
+    code = f"import torch; from mine import *; x = torch.randn(4, 96, requires_grad=True); {use}.backward(); print(x.grad.norm().item())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and float(done.stdout) > 0, done.stderr
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_hadamard_compiles_without_a_graph_break(autocast):
     class Layer(nn.Module):
@@ -678,6 +690,21 @@ def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
             cache.append(torch.cat(x, 1))
     for a, b in zip(mine, theirs):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn_out="head_hadamard", norm="rmsnorm"), dict(attn="dva"),
+                                    dict(attn="dva_outer", mlp="none")])
+def test_gpt_training_compiles_without_a_graph_break(config):
+    torch._dynamo.reset()
+    model, idx = make(**config), torch.randint(0, 97, (2, 12))
+    results = []
+    for f in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = f(idx, idx)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+        model.zero_grad(set_to_none=True)
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-4)
 
 
 def test_peak_flops_knows_cards_by_whole_words(monkeypatch):
