@@ -5,7 +5,7 @@ Every table and figure of the papers, from measurement, with the papers' numbers
     python bench.py compare --variant attn_out=dense --variant attn_out=identity --seeds=5
     python bench.py compare --model=shaq --variant preset=sharnn --variant preset=shaq --set dataset=enwik8,n_embd=256
     python bench.py kernels prefill decode train                speed; one command may name several
-    python bench.py scaling                                     loss against compute, 20 tokens a parameter
+    python bench.py scaling                                     loss against compute, 20 tokens per parameter
     python bench.py eval --ckpt=out/gpt/ckpt.pt --tasks=piqa,hellaswag,openbookqa,arc_easy,blimp
     python bench.py plot                                        figures from the records of all the others
 
@@ -35,7 +35,7 @@ import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
 from model import (GPT, LAMB, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, detach_state, load_checkpoint, lr_at, machine,
                    model_of, param_groups, peak_flops)
-from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, run
+from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, progress, run
 
 # -----------------------------------------------------------------------------
 # What the papers say
@@ -47,7 +47,8 @@ MILLIONS = {  # [1, table 2 and v1's table 3]: dense, Hadamard; the differences 
 }
 BOOK = {"gpt2_book": 162_419_712, "dva_book": 112_800_768}  # [2]'s totals; -37.6% of the time, on a P100
 SHARNN_PUBLISHED, SHARNN_DEAD = 53_798_093, 24_576  # the published code, and what in it nothing reads
-ABLATIONS = {  # [3, tables 1 and 2]: hours an epoch on a V100, parameters, test bits a byte after 32 epochs of enwik8
+ABLATIONS = {  # [3, tables 1 and 2]: hours an epoch on a V100, parameters, test bits per byte after 32 epochs of enwik8. The rows without
+    # hours ran on another GPU, with a sharnn of 1.146 (attn3). mean_mem is 1.219 in the text and 1.208, sharnn's own figure, in the table.
     "sharnn": (2.16, "54M", 1.208), "no_boom": (1.84, "37M", 1.120), "ffn": (2.33, "71M", 1.158), "qrnn": (0.92, "45M", 1.126),
     "mean_mem": (2.03, "53M", 1.219), "no_gates": (2.12, "51M", 1.131), "attn1": (None, "54M", 5.07), "attn2": (None, "54M", 5.07),
     "attn3": (None, "54M", 1.146), "attn4": (None, "54M", 1.141), "layers3_heads2": (None, "41M", 1.16),
@@ -105,7 +106,7 @@ def hardware(m):
         if os.path.exists("/proc/cpuinfo"):
             with open("/proc/cpuinfo") as f:
                 name = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), name)
-        name = f"{name}, {torch.get_num_threads()} threads" if m.device.type == "cpu" else f"{name} (mps)"
+        name = f"{name}, threads: {torch.get_num_threads()}" if m.device.type == "cpu" else f"{name} (mps)"
     return f"{name}, {str(m.dtype).removeprefix('torch.')}, torch {torch.__version__}"
 
 
@@ -374,7 +375,7 @@ class Trainer:
         self.min_lr, self.warmup = self.s.get("min_lr", self.s["lr"] / 10), self.s.get("warmup_steps", n // 50)
 
     def step(self, i):
-        "Step i of the run: one update. Returns the loss, in nats a token."
+        "Step i of the run: one update. Returns the loss, in nats per token."
         s, m = self.s, self.m
         torch.manual_seed(hash((self.seed, i, 0)) & 0x7FFFFFFF)
         for group in self.optimizer.param_groups:
@@ -403,14 +404,15 @@ class Trainer:
         return loss.item()
 
     def validate(self):
-        "Validation loss in nats a token, by the training script's own evaluation"
+        "Validation loss in nats per token, by the training script's own evaluation"
         if self.kind == "gpt":
             return train_gpt.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.micro, self.m, self.s["eval_windows"])
         return train_shaq.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.s, self.m)
 
-    def run(self, points=10):
-        "All steps -> (curve, tokens/s). The curve: [step, training loss since the last point, validation loss, FLOPs, seconds in steps]"
-        curve, losses, times = [[0, None, self.validate(), 0.0, 0.0]], [], []
+    def run(self, what, points=10):
+        """All steps -> (curve, tokens/s). The curve: [step, training loss since the last point, validation loss, FLOPs, seconds in steps].
+        what names the run in its line of progress."""
+        curve, losses, times, start = [[0, None, self.validate(), 0.0, 0.0]], [], [], time.perf_counter()
         marks = {round(self.steps * (k + 1) / points) for k in range(points)}
         for i in range(self.steps):
             t0 = time.perf_counter()
@@ -421,6 +423,11 @@ class Trainer:
             if i + 1 in marks:
                 curve.append([i + 1, sum(losses) / len(losses), self.validate(), (i + 1) * self.step_tokens * self.flops, sum(times)])
                 losses = []
+            if i + 1 < self.steps:
+                progress(i + 1, self.steps, start, what, unit="steps", scale=1)
+        if progress.open:  # a terminal: the next line takes the place of this one
+            print(end="\r" + 79 * " " + "\r", file=sys.stderr)
+            progress.open = False
         return curve, self.step_tokens / statistics.median(times)
 
 
@@ -518,7 +525,7 @@ def bench_compare(argv):
         for i in [(seed + k) % len(variants) for k in range(len(variants))]:  # another first with each seed: warming up favours none
             t = make(variants[i], seed, given)
             t.set_steps(steps[i])
-            curve, tokens_per_s = t.run(args.points)
+            curve, tokens_per_s = t.run(f"run {sum(map(len, loss)) + 1} of {len(variants) * args.seeds}", args.points)
             loss[i].append(curve[-1][2])
             rate[i].append(tokens_per_s)
             peak[i].append(t.peak.mib())
@@ -527,7 +534,7 @@ def bench_compare(argv):
                    tokens=steps[i] * t.step_tokens, val_loss=curve[-1][2], bits_per_byte=bits, tokens_per_s=tokens_per_s,
                    peak_mib=peak[i][-1], compiled=args.compile, dataset=data.name, bytes_per_token=data.bytes_per_token,
                    preset=t.s.get("preset"), curve=curve)
-            print(f"seed {seed}  {texts[i] or 'default'}: {curve[-1][2]:.4f} nats a token, {tokens_per_s:,.0f} tokens/s", file=sys.stderr)
+            print(f"seed {seed}  {texts[i] or 'default'}: {curve[-1][2]:.4f} nats per token, {tokens_per_s:,.0f} tokens/s", file=sys.stderr)
             del t
     rows = []
     for i, text in enumerate(texts):
@@ -537,7 +544,7 @@ def bench_compare(argv):
                      "baseline" if i == 0 else f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}"),
                      f"{np.median(rate[i]):,.0f}", peak[i][0] and f"{max(peak[i]):,.0f}"))
     table(args, f"Equal {args.equal}, {args.seeds} seeds, {data.name}, {'compiled' if args.compile else 'not compiled'}",
-          ["variant", "parameters", "steps", "paper, its data and size", "validation loss, nats", "bits a byte",
+          ["variant", "parameters", "steps", "paper, its data and size", "validation loss, nats", "bits per byte",
            "difference ± standard error", "tokens/s", "peak MiB"], rows)
 
 
@@ -910,7 +917,7 @@ def slope(x, y):
 
 
 def bench_scaling(argv):
-    """Each size trained on 20 tokens a parameter; loss against compute (6 N D, as the paper counts), and the exponent of loss ~ C^s. Its
+    """Each size trained on 20 tokens per parameter; loss against compute (6 N D, as the paper counts), and the exponent of loss ~ C^s. Its
     error: from the residuals of the fit, and by resampling seeds (runs of one seed share data and initial values, so differences are
     paired)."""
     gpu = torch.cuda.is_available()
@@ -948,11 +955,11 @@ def bench_scaling(argv):
                 if t.steps * t.step_tokens > 4 * len(data.train):
                     print(f"note: {size} reads {data.name}'s {len(data.train):,} tokens "
                           f"{t.steps * t.step_tokens / len(data.train):.1f} times", file=sys.stderr)
-                curve, rate = t.run()
+                curve, rate = t.run(f"run {len(loss) + 1} of {len(sizes) * len(seeds) * len(args.variants)}")
                 loss[out, size, seed], compute[out, size] = curve[-1][2], 6 * t.params * t.steps * t.step_tokens
                 record(args, size=size, variant=out, seed=seed, params=t.params, tokens=t.steps * t.step_tokens, compute=compute[out, size],
                        val_loss=curve[-1][2], tokens_per_s=rate, dataset=data.name, curve=curve)
-                print(f"{size} {out} seed {seed}: {t.params:,} parameters, {t.steps:,} steps, {curve[-1][2]:.4f} nats a token",
+                print(f"{size} {out} seed {seed}: {t.params:,} parameters, {t.steps:,} steps, {curve[-1][2]:.4f} nats per token",
                       file=sys.stderr)
         for out in args.variants:
             mean, error = paired([loss[out, size, s] for s in seeds], [loss[args.variants[0], size, s] for s in seeds])
@@ -962,8 +969,8 @@ def bench_scaling(argv):
             rows.append((size, out, f"{compute[out, size]:.3g}", paper and f"{paper:.2f}", f"{math.exp(ours):.2f}",
                          signed(paper and math.exp(ours) - paper), f"{ours:.4f}",
                          None if out == args.variants[0] else f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}")))
-    table(args, f"Compute-optimal runs, {args.tokens_per_param:g} tokens a parameter, {data.name}, {args.seeds} seeds",
-          ["size", "variant", "FLOPs", "paper's perplexity", "perplexity", "difference", "loss, nats a token",
+    table(args, f"Compute-optimal runs, {args.tokens_per_param:g} tokens per parameter, {data.name}, {args.seeds} seeds",
+          ["size", "variant", "FLOPs", "paper's perplexity", "perplexity", "difference", "loss, nats per token",
            f"against {args.variants[0]}"], rows)
     rows, draws = [], np.random.default_rng(0).choice(list(seeds), (1000, args.seeds))
     fits = {}
@@ -1135,14 +1142,14 @@ def records(folder, what, run_at):
 
 def bench_plot(argv):
     """The papers' figures from out/bench/*.jsonl: loss against steps, FLOPs and time; loss against compute with fits; speed-up over batch
-    and length; decoding throughput against batch; bits a byte against time for SHA-RNN's ablations. The papers' points are hollow. Needs
+    and length; decoding throughput against batch; bits per byte against time for SHA-RNN's ablations. The papers' points are hollow. Needs
     matplotlib."""
     parser = Parser(prog="bench.py plot", description=bench_plot.__doc__)
     parser.add_argument("--records", default="out/bench", help="folder of the JSONL files")
     parser.add_argument("--assets", default="assets", help="folder for the figures")
     parser.add_argument("--what", type=names, default="compare,scaling,prefill,decode", help="which records")
     parser.add_argument("--logs", nargs="+", metavar="FILE",
-                        help="log.jsonl files of the training scripts instead: bits a byte against training time")
+                        help="log.jsonl files of the training scripts instead: bits per byte against training time")
     parser.add_argument("--run", help="the run, by its time as it stands in the records (default the last of each file)")
     parser.add_argument("--format", type=names, default="png", help="png, svg or both")
     args = parser.parse_args(argv)
@@ -1174,7 +1181,7 @@ def bench_plot(argv):
 
 
 def read_logs(paths):
-    "Each log.jsonl -> a row with its name, hardware and curve [(minutes in steps, steps, bits a byte)]"
+    "Each log.jsonl -> a row with its name, hardware and curve [(minutes in steps, steps, bits per byte)]"
     rows = []
     for path in paths:
         try:
@@ -1197,7 +1204,7 @@ def plot_logs(plt, rows):
     for i, row in enumerate(rows):
         minutes, _, bits = zip(*row["curve"])
         ax.plot(minutes, bits, color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, label=row["name"])
-    ax.set(xlabel="minutes in training steps", ylabel="validation, bits a byte")
+    ax.set(xlabel="minutes in training steps", ylabel="validation, bits per byte")
     ax.legend()
     yield "training", fig
 
@@ -1219,7 +1226,7 @@ def plot_compare(plt, rows):
             d, e = paired(*([r["val_loss"] for r in sorted(rows, key=lambda r: r["seed"]) if r["index"] == k] for k in (i, 0)))
             axes[3].errorbar(d, len(variants) - i, xerr=e, color=COLORS[i % 8], marker=MARKS[i % 8], capsize=4)
     for ax, label in zip(axes, ("steps", "FLOPs", "seconds at the median pace")):
-        ax.set(xlabel=label, ylabel="validation loss, nats a token")
+        ax.set(xlabel=label, ylabel="validation loss, nats per token")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     axes[3].axvline(0, color=COLORS[0])
     axes[3].set(xlabel=f"final loss minus that of {variants[0]}, nats\n(mean and standard error over seeds)",
@@ -1234,8 +1241,8 @@ def plot_compare(plt, rows):
             axes[0].plot([r["curve"][-1][4] / 60 for r in mine], [r["bits_per_byte"] for r in mine], **style)
             if ABLATIONS[p][0]:
                 axes[1].plot(ABLATIONS[p][0] * 32, ABLATIONS[p][2], **style, mfc="none")
-        axes[0].set(xlabel="minutes of training", ylabel="bits a byte", title=f"measured, {rows[0]['dataset']}")
-        axes[1].set(xlabel="hours of training (V100)", ylabel="bits a byte", title="paper, enwik8 test, 32 epochs")
+        axes[0].set(xlabel="minutes of training", ylabel="bits per byte", title=f"measured, {rows[0]['dataset']}")
+        axes[1].set(xlabel="hours of training (V100)", ylabel="bits per byte", title="paper, enwik8 test, 32 epochs")
         axes[0].legend()
         yield "ablations", fig
 
@@ -1257,7 +1264,7 @@ def plot_scaling(plt, rows):
                 ax.loglog(x, y, color=COLORS[i], marker=MARKS[i], mfc=fill, ls="", label=f"{out}, loss ~ FLOPs^{s:.3f}")
                 ax.loglog(x, np.exp(np.polyval(line, np.log(x))), color=COLORS[i], lw=1)
     for ax, title in zip(axes, (f"measured, {rows[0]['dataset']}", "paper")):
-        ax.set(xlabel="FLOPs (6 N D)", ylabel="validation loss, nats a token", title=title)
+        ax.set(xlabel="FLOPs (6 N D)", ylabel="validation loss, nats per token", title=title)
         ax.yaxis.set_major_formatter("{x:.2f}")
         ax.yaxis.set_minor_formatter("{x:.2f}")
         ax.xaxis.set_minor_formatter("")

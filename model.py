@@ -399,7 +399,7 @@ class GPT(nn.Module):
                 p.normal_(0.0, 0.02 * branch)
             elif name.endswith("alpha"):
                 # The papers do not say. H keeps norms and c_proj's weights scale theirs by 0.02 sqrt(d) branch: so the residual stream
-                # starts as with the dense layer. Measured: 1.50 nats a byte so, 1.60 with alpha = branch (nano, 400 steps, same 3 seeds).
+                # starts as with the dense layer. Measured: 1.50 nats per byte so, 1.60 with alpha = branch (nano, 400 steps, same 3 seeds).
                 p.fill_(0.02 * len(p) ** 0.5 * branch)
             elif name.startswith(("wte", "wpe", "lm_head")) or name.endswith(("c_attn.weight", "c_fc.weight")):
                 p.normal_(0.0, 0.02)
@@ -1014,7 +1014,7 @@ def machine(device="auto", dtype="auto"):
     else:
         known = getattr(torch.cpu, "get_capabilities", dict)()
         has_bf16 = device.type == "cpu" and any(known.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16"))
-        note += f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+        note += f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     if dtype == "auto":
         dtype = "bfloat16" if has_bf16 else "float32"
         note += "; bfloat16 autocast" if has_bf16 else "; float32, as there are no bfloat16 instructions"

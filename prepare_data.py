@@ -158,11 +158,12 @@ def progress(done, total, t0, what, start=0, unit="MB", scale=1e6):
     if not end and now - progress.last < (0.1 if tty else 10):
         return
     rate = max(done - start, 1) / max(now - t0, 1e-9)
-    line = f"{what}: {done / scale:,.1f}"
+    digits = 1 if scale > 1 else 0
+    line = f"{what}: {done / scale:,.{digits}f}"
     if total:
-        line += f" of {total / scale:,.1f} {unit} ({done / total:.0%})"
+        line += f" of {total / scale:,.{digits}f} {unit} ({done / total:.0%})"
     line += f", {rate / scale:,.1f} {unit}/s"
-    line += f", {(total - done) / rate:.0f} s left" if total and not end else ""
+    line += f", {duration((total - done) / rate)} left" if total and not end else ""
     progress.last, progress.open = now, tty and not end
     print("\r" + line.ljust(79) if tty else line, end="" if progress.open else "\n", file=sys.stderr, flush=True)
 

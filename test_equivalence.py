@@ -982,7 +982,7 @@ def test_train_learns_logs_samples_and_saves(train, tmp_path, monkeypatch, capsy
     assert {"python", "torch", "git"} <= set(first["versions"])
     assert "float32" in first["machine"] and first["params"] == GPT(GPTConfig(**first["config"])).num_params()
     assert list(loss) == list(range(40)) and list(val) == [0, 20, 40] and val[0] > 5.4 > 4.0 > val[40] and loss[39] < 4.0
-    for word in ("validation", "bits a byte", "norm", "tokens/s", "MFU", "left", "sample:", "ckpt.pt", "log.jsonl", "4 sequences",
+    for word in ("validation", "bits per byte", "norm", "tokens/s", "MFU", "left", "sample:", "ckpt.pt", "log.jsonl", "4 sequences",
                  f"{first['params']:,}"):
         assert word in out, word
     path = tmp_path / "out/ckpt.pt"
@@ -2544,6 +2544,16 @@ def test_bench_trains_as_the_training_scripts_do(bench_data, tmp_path, monkeypat
     typed = bench.settings("gpt", text, "") | dict(size="nano", dataset="words", bench_data=str(bench_data))
     trainer = bench.Trainer("gpt", typed, bench.ensure("words", str(bench_data)), machine("cpu", "float32"), 1)
     assert [trainer.step(i) for i in range(4)] == pytest.approx([r["loss"] for r in log if "loss" in r], rel=1e-6)
+
+
+def test_bench_run_shows_its_progress_and_takes_the_line_back(bench_data, monkeypatch, capsys):
+    typed = bench.settings("gpt", GPT_SET.replace("max_steps=12", "max_steps=6"), "") | dict(size="nano", dataset="words")
+    trainer = bench.Trainer("gpt", typed, bench.ensure("words", str(bench_data)), machine("cpu", "float32"), 1)
+    monkeypatch.setattr(pd.progress, "last", -1e9)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    trainer.run("run 3 of 20", 2)
+    err = capsys.readouterr().err
+    assert re.match(r"\rrun 3 of 20: 1 of 6 steps \(17%\), [\d.]+ steps/s, 0m\d\ds left", err) and err.endswith("\r" + 79 * " " + "\r")
 
 
 @pytest.mark.parametrize("argv", [

@@ -59,7 +59,7 @@ def parse():
     add("--out_dir", help="where ckpt.pt and log.jsonl go (default out/gpt)")
     add("--batch_tokens", type=number(int, 1), help="tokens a step, over all processes")
     add("--micro_batch", type=number(int, 1), help="sequences a process takes at a time; the rest is accumulated")
-    add("--max_steps", type=number(int, 0), help="(default 1000 for nano, else 20 tokens a parameter)")
+    add("--max_steps", type=number(int, 0), help="(default 1000 for nano, else 20 tokens per parameter)")
     add("--max_minutes", type=number(float, 0),
         help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 3 for nano, else 0)")
     add("--lr", type=number(float, 0), help="peak learning rate")
@@ -124,7 +124,7 @@ def stack(tokens, windows, T):
 
 
 def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
-    """Mean loss in nats a token over fixed windows, spread evenly over the split or its first; all ranks share the work through the bare
+    """Mean loss in nats per token over fixed windows, spread evenly over the split or its first; all ranks share the work through the bare
     model"""
     T = model.config.block_size
     count = (len(tokens) - 1) // T
@@ -251,7 +251,8 @@ def main():
         if last or (step % s["eval_interval"] == 0 and step > first) or step == 0:
             val = evaluate(model, data.val, s["eval_tokens"], micro, m, s["eval_windows"])
             bits = val / np.log(2) / data.bytes_per_token
-            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats a token, perplexity {np.exp(val):.2f}, {bits:.4f} bits a byte")
+            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per token, perplexity {np.exp(val):.2f}, "
+                f"{bits:.4f} bits per byte")
             if m.rank == 0:
                 log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits)
                 saved = save(step) if step > first or last else saved

@@ -113,7 +113,7 @@ def read(tokens, streams, length, at, T, device):
 
 
 def evaluate(model, tokens, eval_tokens, s, m, streams=16):
-    "Loss in nats a token over the split's first eval_tokens, read in order with state and memory carried; the published evaluation"
+    "Loss in nats per token over the split's first eval_tokens, read in order with state and memory carried; the published evaluation"
     total, streams = min(len(tokens) - 1, eval_tokens), min(streams, max(1, len(tokens) // 64))
     length = total // streams
     if length < 1:
@@ -252,8 +252,8 @@ def main():
         if last or step == 0 or (step % s["eval_interval"] == 0 and step > first):
             val = evaluate(model, data.val, s["eval_tokens"], s, m)
             bpc = val / math.log(2) / data.bytes_per_token
-            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats a token, perplexity {math.exp(val):.2f}, "
-                f"{bpc:.4f} bits a byte (bpc)")
+            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per token, perplexity {math.exp(val):.2f}, "
+                f"{bpc:.4f} bits per byte (bpc)")
             if m.rank == 0:
                 log(step=step, val_loss=val, perplexity=math.exp(val), bits_per_byte=bpc, minutes=minutes)
             if val < best:
@@ -320,7 +320,7 @@ def main():
         model.load_state_dict(load_checkpoint(best_path, "SHAQ")["model"])
     if data.test is not None:
         test = evaluate(model, data.test, s["eval_tokens"], s, m, streams=8)
-        say(f"test, best checkpoint: {test / math.log(2) / data.bytes_per_token:.4f} bits a byte")
+        say(f"test, best checkpoint: {test / math.log(2) / data.bytes_per_token:.4f} bits per byte")
         if m.rank == 0:
             log(step=step, test_loss=test, test_bits_per_byte=test / math.log(2) / data.bytes_per_token)
     if m.rank == 0:
