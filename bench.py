@@ -1199,7 +1199,7 @@ def read_logs(paths):
 
 
 def plot_logs(plt, rows):
-    "Bits a byte of the validation split against the time spent in training steps"
+    "Bits per byte of the validation split against the time spent in training steps"
     fig, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for i, row in enumerate(rows):
         minutes, _, bits = zip(*row["curve"])

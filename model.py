@@ -744,7 +744,7 @@ class SHAQBlock(nn.Module):
     def __init__(self, config, attends):
         super().__init__()
         d = config.n_embd
-        self.residual = config.rnn_residual
+        self.residual, self.is_lstm = config.rnn_residual, config.rnn == "lstm"
         self.ln_start = nn.LayerNorm(d, eps=1e-12)
         self.rnn = QRNN(config) if config.rnn == "qrnn" else nn.LSTM(d, d, batch_first=True)
         self.attn = self.ff = None
@@ -756,20 +756,22 @@ class SHAQBlock(nn.Module):
             self.ff = Boom(config)
         self.drop = nn.Dropout(config.dropout)
 
+    def lstm(self, h, state):
+        """nn.LSTM, whose h and c are (1, B, d); ours are (B, d), so that streams are dimension 0 of all state."""
+        dtype = self.rnn.weight_hh_l0.dtype
+        state = state and tuple(s[None].to(dtype) for s in state)
+        if h.is_cuda:  # autocast would take fp16 there, whatever its dtype, and lose small gradients: fp32, whose products are TF32
+            with torch.autocast("cuda", enabled=False):
+                x, state = self.rnn(h.to(dtype), state)
+        else:
+            x, state = self.rnn(h, state)
+        return x, tuple(s[0] for s in state)
+
     def forward(self, h, state=None):
         """h (B, T, d), state (recurrent state, memory) or None -> h (B, T, d), state."""
         rnn_state, memory = state if state is not None else (None, None)
         h = self.ln_start(h)
-        if isinstance(self.rnn, nn.LSTM):  # its h and c are (1, B, d); ours (B, d), so that streams are dimension 0 of all state
-            rnn_state = rnn_state and tuple(s[None] for s in rnn_state)
-            if h.is_cuda:  # autocast would take fp16 there, whatever its dtype, and lose small gradients: fp32, whose products are TF32
-                with torch.autocast("cuda", enabled=False):
-                    x, rnn_state = self.rnn(h.to(self.rnn.weight_hh_l0.dtype), rnn_state)
-            else:
-                x, rnn_state = self.rnn(h, rnn_state)
-            rnn_state = tuple(s[0] for s in rnn_state)
-        else:
-            x, rnn_state = self.rnn(h, rnn_state)
+        x, rnn_state = (self.lstm if self.is_lstm else self.rnn)(h, rnn_state)
         h = h + self.drop(x) if self.residual else self.drop(x)
         if self.attn is not None:
             m, h = self.ln_mem(h), self.ln_mid(h)
@@ -838,7 +840,7 @@ class SHAQ(nn.Module):
         h = self.drop(self.wte(idx))                                    # (B, T, d)
         new_state = []
         for block, s in zip(self.blocks, state):
-            h, s = (block if self.training else block.forward)(h, s)    # what compile() makes is for training
+            h, s = (block if self.training else block._call_impl)(h, s)     # what compile() makes is for training
             new_state.append(s)
         logits = F.linear(self.drop(h), self.wte.weight, self.decoder_bias)     # (B, T, V)
         if targets is None:
@@ -864,11 +866,15 @@ class SHAQ(nn.Module):
         return torch.cat(out, dim=1), state
 
     def compile(self, **kw):
-        """torch.compile for training, kw as there: a block's code once for all blocks and windows of any length. Attention stays eager:
-        its loops run over a window's length."""
+        """torch.compile for training, kw as there: a block's code once for all blocks and windows of any length. The LSTM and attention,
+        whose loops run over a window's length, stay eager, in all models of this process."""
+        import torch._dynamo
+
+        torch._dynamo.config.recompile_limit = 64  # with state or without, with attention or without, in either dtype: 8 can be too few
+        for part, method in ((MemoryAttention, "forward"), (SHAQBlock, "lstm")):
+            if not getattr(getattr(part, method), "_torchdynamo_disable", False):
+                setattr(part, method, torch.compiler.disable(getattr(part, method)))
         for block in self.blocks:
-            if block.attn is not None:
-                block.attn.forward = torch.compiler.disable(block.attn.forward)
             block.compile(dynamic=True, **kw)
 
     def collapse(self):
