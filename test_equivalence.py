@@ -2139,6 +2139,20 @@ def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengt
     torch.testing.assert_close(twin(ids[:, :12], ids[:, 1:13])[0], models[0](ids[:, :12], ids[:, 1:13])[0])
 
 
+def test_shaq_lstm_takes_16_bit_state_and_stays_fp32_on_a_gpu():
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    block, x = tiny_shaq("sharnn").blocks[0], torch.randn(2, 5, 16).bfloat16()
+    state = tuple(torch.randn(2, 16).bfloat16() for _ in range(2))
+    wanted = block.lstm(x.float(), tuple(s.float() for s in state))
+    torch.testing.assert_close(block.lstm(x.float(), state), wanted)  # a run that began in bf16 goes on in fp32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert block.lstm(x, state)[0].dtype == torch.bfloat16
+    mine = block.lstm(x.as_subclass(OnGPU), state)
+    torch.testing.assert_close(tuple(t.as_subclass(torch.Tensor) for t in (mine[0], *mine[1])), (wanted[0], *wanted[1]))
+
+
 def test_train_shaq_compiled_is_not_compiled(text_data, monkeypatch, capsys):
     import functools
     import train_shaq
