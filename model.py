@@ -141,6 +141,7 @@ class BlockedAttention(torch.autograd.Function):
         else         out = (P * (r v^T)) u           the outer form of [2]: one more T x T product, and nothing larger
     q (N, T, w); k (N, S, w); v (N, S, any), or r (N, T, w), v, u (N, S, w). On a CPU in bf16 this is 1.4 times faster than PyTorch's fused
     operator, forward and backward (48 heads of 64, T = S = 256), level with it in fp32, and it takes heads of any width, dropout included.
+    With dropout, whose seed is a Python number, torch.compile breaks its graph here.
     """
 
     @staticmethod
