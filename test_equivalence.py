@@ -36,11 +36,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch._dynamo
 import torch.nn as nn
 import torch.nn.functional as F
 
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")  # before kernels.py: it decides at import
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")  # before Triton, which dynamo imports too, is there
+
+import torch._dynamo  # noqa: E402
 
 import bench  # noqa: E402
 import kernels  # noqa: E402
