@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,8 +34,8 @@ import torch.nn.functional as F
 import train_gpt
 import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
-from model import (GPT, LAMB, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, detach_state, load_checkpoint, lr_at, machine,
-                   model_of, param_groups, peak_flops)
+from model import (GPT, LAMB, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, detach_state, load_checkpoint, lr_at,
+                   machine, model_of, param_groups, peak_flops)
 from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, progress, run
 
 # -----------------------------------------------------------------------------
@@ -553,27 +554,31 @@ def bench_compare(argv):
 
 
 def bench_kernels(argv):
-    """hadamard_affine against a dense product, alpha * x + beta and a copy; fo-pool against an LSTM, a loop and a copy. Share of copy: the
-    bytes that must move, over the time taken, over the same of a copy in the same run. One read and one write would be 1."""
+    """hadamard_affine against a dense product, alpha * x + beta and a copy; fo-pool against an LSTM, a loop and a copy; attention with one
+    wide head against 12. Share of copy: the bytes that must move, over the time taken, over the same of a copy in the same run. One read
+    and one write would be 1."""
     gpu = torch.cuda.is_available()
     args, m = start(
         "kernels", bench_kernels.__doc__, argv,
         ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072" if gpu else "768,1024,2048", help="d")),
         ("rows", dict(type=int, default=65536 if gpu else 4096, help="rows of d numbers")),
         ("pool", dict(type=names, default="16x1024x1024,1x16384x1024" if gpu else "16x128x256", help="fo-pool's shapes, BxTxH")),
+        ("heads", dict(type=names, default="2x256x768,16x1024x768" if gpu else "2x256x192", help="one wide head's shapes, BxTxd")),
         ("rounds", dict(type=int, default=7, help="interleaved measurements of each")))
     for d in args.widths:
         try:
             hadamard_matrix(d)
         except ValueError as e:
             die(f"--widths: {e}")
-    for shape in args.pool:
-        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape):
-            die(f"--pool: {shape!r}: expected BxTxH, such as 16x1024x1024")
+    for flag, shape in [("pool", s) for s in args.pool] + [("heads", s) for s in args.heads]:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape) or flag == "heads" and int(shape.split("x")[2]) % 12:
+            die(f"--{flag}: {shape!r}: expected {'BxTxH, such as 16x1024x1024' if flag == 'pool' else 'BxTxd, d a multiple of 12'}")
     for d in args.widths:
         affine_rows(args, m, d)
     for shape in args.pool:
         pool_rows(args, m, *map(int, shape.split("x")))
+    for shape in args.heads:
+        attention_rows(args, m, *map(int, shape.split("x")))
 
 
 def forward(f):
@@ -680,6 +685,28 @@ def pool_rows(args, m, B, T, H):
            {k: in_turn(both(f, w), r[:turns[k]], grads.get(k, dh)) for k, (f, r, w) in layers.items()},
            # three logits read, h written; backward: logits and dh read, three gradients written
            {"copy": (2 * n,), "fo-pool": (4 * n, 11 * n), slow: (4 * n, 11 * n)}, next(k for k in layers if "LSTM" in k), {slow: T / short})
+
+
+def attention_rows(args, m, B, T, d):
+    "dva's attention, one head of d with values of 2 d, the ways there are; beside it the outer form, and the 12 heads of an ordinary layer"
+    past = torch.ones(T, T, dtype=torch.bool, device=m.device).tril()
+
+    def split(f, h, *widths):
+        return lambda x: f(*(t.unflatten(-1, (h, -1)).transpose(1, 2) for t in x.split(widths, -1))).transpose(1, 2).flatten(2)
+
+    def plain(q, k, v):
+        return (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~past, -math.inf).softmax(-1) @ v
+
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+    dva, mha = (d, d, 2 * d), (d, d, d)
+    layers = {"12 heads, PyTorch's operator": (split(sdpa, 12, *mha), 3, 1), "dva, as model.py does it": (split(attention, 1, *dva), 4, 2),
+              "dva, PyTorch's operator": (split(sdpa, 1, *dva), 4, 2), "dva, all T x T in memory": (split(plain, 1, *dva), 4, 2),
+              "dva_outer": (split(lambda q, k, r, v, u: attention(q, k, v, r, u), 1, d, d, d, d, d), 5, 1)}
+    x, dy = ({n: ring(lambda n=n: torch.randn(B, T, n * d, device=m.device).to(m.dtype)) for n in ns} for ns in ((3, 4, 5), (1, 2)))
+    turns = {k: min(len(x[n]), len(dy[w])) for k, (_, n, w) in layers.items()}
+    shares(args, m, f"causal attention, B {B}, T {T}, d {d}", dict(op="attention", B=B, T=T, d=d),
+           {k: in_turn(forward(f), x[n][:turns[k]]) for k, (f, n, _) in layers.items()},
+           {k: in_turn(both(f, ()), x[n][:turns[k]], dy[w]) for k, (f, n, w) in layers.items()}, {}, next(iter(layers)))
 
 
 # -----------------------------------------------------------------------------

@@ -118,7 +118,12 @@ def product_dtype(x):
     return torch.get_autocast_dtype(device) if on and x.dtype != torch.float64 else x.dtype
 
 
-BLOCK_ROWS = 128
+BLOCK_ROWS = 128  # on a GPU four times as many: fewer launches, and gradients of k and v that are added to less often
+
+
+def query_blocks(q):
+    step = BLOCK_ROWS if q.device.type == "cpu" else 4 * BLOCK_ROWS
+    return [(i, min(i + step, q.size(1))) for i in range(0, q.size(1), step)]
 
 
 def causal_weights(q, k, i, e, dropout, seed):
@@ -129,62 +134,84 @@ def causal_weights(q, k, i, e, dropout, seed):
     P = S.softmax(-1, dtype=S.dtype)  # named, or autocast on a GPU would write it in fp32
     if dropout == 0.0:
         return n, P, None
-    noise = torch.rand(P.shape, device=q.device, generator=torch.Generator(q.device).manual_seed(seed + i))  # drawn again in backward
+    noise = torch.rand(P.shape, device=q.device, generator=torch.Generator(q.device).manual_seed(seed.item() + i))  # again in backward
     return n, P, (noise >= dropout).to(P.dtype).mul_(1 / (1 - dropout))
 
 
-class BlockedAttention(torch.autograd.Function):
+@torch.library.custom_op("model::blocked_attention", mutates_args=())
+def blocked_attention(q: torch.Tensor, k: torch.Tensor, r: torch.Tensor | None, v: torch.Tensor, u: torch.Tensor | None,
+                      dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T, and memory
     linear in T, as the backward pass computes each block's weights again. With P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         r is None    out = P v                       v of any width
         else         out = (P * (r v^T)) u           the outer form of [2]: one more T x T product, and nothing larger
-    q (N, T, w); k (N, S, w); v (N, S, any), or r (N, T, w), v, u (N, S, w). On a CPU in bf16 this is 1.4 times faster than PyTorch's fused
-    operator, forward and backward (48 heads of 64, T = S = 256), level with it in fp32, and it takes heads of any width, dropout included.
-    With dropout, whose seed is a Python number, torch.compile breaks its graph here.
+    q (N, T, w); k (N, S, w); v (N, S, any), or r (N, T, w), v, u (N, S, w). -> out, and the seed of the dropout, on the CPU. Once
+    differentiable. On a CPU in bf16 this is 1.4 times faster than PyTorch's fused operator, forward and backward (48 heads of 64,
+    T = S = 256), level with it in fp32, and it takes heads of any width, dropout included.
     """
+    q = q * q.size(-1) ** -0.5
+    seed = torch.randint(2**40, ()) if dropout else torch.zeros((), dtype=torch.int64)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if r is not None else q.new_empty(*q.shape[:2], v.size(-1))
+    for i, e in query_blocks(q):
+        n, P, keep = causal_weights(q, k, i, e, dropout, seed)
+        P = P if keep is None else P.mul_(keep)
+        out[:, i:e] = torch.bmm(P, v[:, :n]) if r is None else torch.bmm(P.mul_(torch.bmm(r[:, i:e], v[:, :n].mT)), u[:, :n])
+    return out, seed
 
-    @staticmethod
-    def forward(ctx, q, k, r, v, u, dropout):
-        q = q * q.size(-1) ** -0.5
-        ctx.dropout, ctx.seed = dropout, int(torch.randint(2**40, ())) if dropout else 0
-        out = torch.empty_like(q, memory_format=torch.contiguous_format) if r is not None else q.new_empty(*q.shape[:2], v.size(-1))
-        for i in range(0, q.size(1), BLOCK_ROWS):
-            e = min(i + BLOCK_ROWS, q.size(1))
-            n, P, keep = causal_weights(q, k, i, e, dropout, ctx.seed)
-            P = P if keep is None else P.mul_(keep)
-            out[:, i:e] = torch.bmm(P, v[:, :n]) if r is None else torch.bmm(P.mul_(torch.bmm(r[:, i:e], v[:, :n].mT)), u[:, :n])
-        ctx.save_for_backward(q, k, r, v, u, out)
-        return out
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        q, k, r, v, u, out = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dr, du = (None, None) if r is None else (torch.empty_like(r), torch.zeros_like(u))
-        delta = (g * out).sum(-1, keepdim=True)  # sum over keys of P * dP, in both forms, with or without dropout
-        for i in range(0, q.size(1), BLOCK_ROWS):
-            e = min(i + BLOCK_ROWS, q.size(1))
-            n, P, keep = causal_weights(q, k, i, e, ctx.dropout, ctx.seed)
-            W = P if keep is None else P * keep
-            if r is None:
-                dv[:, :n].baddbmm_(W.mT, g[:, i:e])
-                dP = torch.bmm(g[:, i:e], v[:, :n].mT)
-            else:
-                G = torch.bmm(r[:, i:e], v[:, :n].mT)                       # r v^T
-                dW = torch.bmm(g[:, i:e], u[:, :n].mT)
-                du[:, :n].baddbmm_((W * G).mT, g[:, i:e])
-                dG = dW * W
-                dr[:, i:e] = torch.bmm(dG, v[:, :n])
-                dv[:, :n].baddbmm_(dG.mT, r[:, i:e])
-                dP = dW.mul_(G)
-            if keep is not None:
-                dP.mul_(keep)
-            dS = dP.sub_(delta[:, i:e]).mul_(P)
-            dq[:, i:e] = torch.bmm(dS, k[:, :n])
-            dk[:, :n].baddbmm_(dS.mT, q[:, i:e])
-        return dq.mul_(q.size(-1) ** -0.5), dk, dr, dv, du, None
+@torch.library.custom_op("model::blocked_attention_backward", mutates_args=())
+def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, r: torch.Tensor | None, v: torch.Tensor,
+                               u: torch.Tensor | None, out: torch.Tensor, seed: torch.Tensor, dropout: float) -> list[torch.Tensor]:
+    "-> gradients of q, k, v, and of r, u if there are"
+    q = q * q.size(-1) ** -0.5
+    dq, dk, dv, dr, du = [torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v),
+                          *((None, None) if r is None else (torch.empty_like(r), torch.zeros_like(u)))]
+    delta = (g * out).sum(-1, keepdim=True)  # sum over keys of P * dP, in both forms, with or without dropout
+    for i, e in query_blocks(q):
+        n, P, keep = causal_weights(q, k, i, e, dropout, seed)
+        W = P if keep is None else P * keep
+        if r is None:
+            dv[:, :n].baddbmm_(W.mT, g[:, i:e])
+            dP = torch.bmm(g[:, i:e], v[:, :n].mT)
+        else:
+            G = torch.bmm(r[:, i:e], v[:, :n].mT)                                        # r v^T
+            dW = torch.bmm(g[:, i:e], u[:, :n].mT)
+            du[:, :n].baddbmm_((W * G).mT, g[:, i:e])
+            dG = dW * W
+            dr[:, i:e] = torch.bmm(dG, v[:, :n])
+            dv[:, :n].baddbmm_(dG.mT, r[:, i:e])
+            dP = dW.mul_(G)
+        if keep is not None:
+            dP.mul_(keep)
+        dS = dP.sub_(delta[:, i:e]).mul_(P)
+        dq[:, i:e] = torch.bmm(dS, k[:, :n])
+        dk[:, :n].baddbmm_(dS.mT, q[:, i:e])
+    return [dq.mul_(q.size(-1) ** -0.5), dk, dv] + ([] if r is None else [dr, du])
+
+
+@blocked_attention.register_fake
+def _(q, k, r, v, u, dropout):
+    return q.new_empty(*q.shape[:2], v.size(-1) if u is None else u.size(-1)), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@blocked_attention_backward.register_fake
+def _(g, q, k, r, v, u, out, seed, dropout):
+    return [torch.empty_like(t) for t in (q, k, v, r, u) if t is not None]
+
+
+def save_attention(ctx, inputs, output):
+    *tensors, ctx.dropout = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def attention_gradients(ctx, g, _):
+    dq, dk, dv, *more = blocked_attention_backward(g, *ctx.saved_tensors, ctx.dropout)
+    dr, du = more or (None, None)
+    return dq, dk, dr, dv, du, None
+
+
+blocked_attention.register_autograd(attention_gradients, setup_context=save_attention)
 
 
 def attention(q, k, v, r=None, u=None, dropout=0.0):
@@ -192,18 +219,17 @@ def attention(q, k, v, r=None, u=None, dropout=0.0):
     softmax(q k^T / sqrt(w)) v, or with r and u the outer form (softmax(..) * (r v^T)) u. All (B, h, T, w), v of any width where r is None;
     k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u).
     """
-    T, S = q.size(2), k.size(2)
-    if T > 1 and (q.device.type == "cpu" or r is not None or (T < S and q.size(-1) > 256)):
+    T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
+    # No flash kernel takes heads above 256. On an H200 their products, 2 (w + w_v) operations for each of S's numbers, take longer than
+    # the 8 bytes that blocks by library products move for it: 5.8 against 1.9 ps for [2]'s 768 + 1,536. A kernel that keeps S on the chip
+    # has no registers for the sums of such values: it forms S anew for every few hundred columns, 1.7 times the operations. Calculated,
+    # not measured (bench.py kernels does); the author of FlashAttention advises the same, Dao-AILab/flash-attention issues 801 and 805.
+    if T > 1 and (q.device.type == "cpu" or wide or r is not None or T < S):
         flat = [None if t is None else t.flatten(0, 1) for t in (q, k, r, v, u)]
-        return BlockedAttention.apply(*flat, dropout).unflatten(0, q.shape[:2])
+        return blocked_attention(*flat, dropout)[0].unflatten(0, q.shape[:2])
     if r is not None:                                                                    # one query sees all
         return (F.dropout((q @ k.mT * q.size(-1) ** -0.5).softmax(-1), dropout) * (r @ v.mT)) @ u
-    mask = None  # a square one needs no tensor; several queries behind a cache see what is before them
-    if 1 < T < S:
-        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    # On a GPU heads up to 256 wide with v as wide as q take flash kernels; wider ones, and dva's v of twice the width, the memory-efficient
-    # kernel, whose memory is linear in T too. Not measured here: no GPU was at hand when this was written.
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None and T > 1)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=bool(T > 1))  # square, or one query: no mask needed
 
 
 class Attention(nn.Module):

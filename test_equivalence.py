@@ -51,9 +51,9 @@ import train_gpt  # noqa: E402
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_transform  # noqa: E402
 from types import SimpleNamespace
 
-from model import (CHOICES, GPT, LAMB, SHAQ, SHAQ_PRESETS, SIZES, Attention, BlockedAttention, GPTConfig, MemoryAttention,  # noqa: E402
-                   SHAQConfig, attention, detach_state, sample, fold_hadamard, hadamard_heads, load_checkpoint, lr_at, machine,
-                   model_of, param_groups)
+from model import (CHOICES, GPT, LAMB, SHAQ, SHAQ_PRESETS, SIZES, Attention, GPTConfig, MemoryAttention,  # noqa: E402
+                   SHAQConfig, attention, blocked_attention, detach_state, sample, fold_hadamard, hadamard_heads, load_checkpoint, lr_at,
+                   machine, model_of, param_groups)
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is for Linux only")
 ORDERS = [n for n in range(1, 4097) if kernels._split_order(n)]
@@ -628,11 +628,12 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
     shapes = dict(q=(T, 5), k=(past + T, 5), v=(past + T, wide)) | (dict(r=(T, 5), u=(past + T, 5)) if outer else {})
     leaf = {n: randn(3, *shape, grad=True) for n, shape in shapes.items()}
     q, k, r, v, u = (leaf.get(n) for n in "qkrvu")
-    y, z = BlockedAttention.apply(q, k, r, v, u, 0.0), literal_attention(q, k, v, r, u)
+    y, z = blocked_attention(q, k, r, v, u, 0.0)[0], literal_attention(q, k, v, r, u)
     dy = torch.randn_like(z)
     assert error(y, z) < 1e-12
     for a, b in zip(torch.autograd.grad(y, list(leaf.values()), dy), torch.autograd.grad(z, list(leaf.values()), dy)):
         assert error(a, b) < 1e-12
+    torch.library.opcheck(blocked_attention, (q, k, r, v, u, 0.0))  # among others, that torch.compile may take it
     if not outer and not past:
         q, k, v = (t.detach()[:, None] for t in (q, k, v))
         assert error(attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)) < 1e-12
@@ -645,10 +646,10 @@ def test_gpt_blocked_attention_dropout(outer, monkeypatch):
 
     def call(q, k, v, r=None, u=None):
         torch.manual_seed(5)  # the same mask each time
-        return BlockedAttention.apply(q, k, r, v, u, 0.4)
+        return blocked_attention(q, k, r, v, u, 0.4)[0]
 
     assert torch.autograd.gradcheck(call, leaf)
-    P = BlockedAttention.apply(torch.zeros(200, 8, 1), torch.zeros(200, 8, 1), None, torch.eye(8).repeat(200, 1, 1), None, 0.25)
+    P, _ = blocked_attention(torch.zeros(200, 8, 1), torch.zeros(200, 8, 1), None, torch.eye(8).repeat(200, 1, 1), None, 0.25)
     kept = P[:, 7] > 0  # of weights 1 / (t + 1) each
     assert torch.allclose(P[:, 7][kept], torch.tensor(1 / 8 / 0.75)) and abs(kept.float().mean() - 0.75) < 0.04
     assert not torch.equal(kept[0], kept[1]) or not torch.equal(kept[1], kept[2])
@@ -702,12 +703,13 @@ def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
 
 
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn_out="head_hadamard", norm="rmsnorm"), dict(attn="dva"),
-                                    dict(attn="dva_outer", mlp="none")])
+                                    dict(attn="dva_outer", mlp="none", dropout=0.1)])
 def test_gpt_training_compiles_without_a_graph_break(config):
     torch._dynamo.reset()
     model, idx = make(**config), torch.randint(0, 97, (2, 12))
     results = []
     for f in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):
+        torch.manual_seed(1)  # dropout's
         with torch.autocast("cpu", torch.bfloat16):
             loss = f(idx, idx)
         loss.backward()
@@ -1725,7 +1727,7 @@ def test_shaq_folded_gates_are_exact_under_dropout():
     torch.manual_seed(5)                                    # the masks in their order: q, v by heads, weights
     q_mask = F.dropout(torch.ones_like(h), 0.4)
     v_mask = F.dropout(torch.ones(2, 8, 2, 8, dtype=torch.float64).transpose(1, 2), 0.4).transpose(1, 2).flatten(2)
-    noise = torch.Generator().manual_seed(int(torch.randint(2**40, ())))  # weights: BlockedAttention's own, drawn again in its backward
+    noise = torch.Generator().manual_seed(int(torch.randint(2**40, ())))  # weights: blocked_attention's own, drawn again in its backward
     masks = iter((q_mask, v_mask, (torch.rand(2, 2, 3, 8, generator=noise) >= 0.4).double() / 0.6))
     expected = attention_loop(attn, h, torch.cat([memory, m], dim=1), drop=lambda x: x * next(masks))
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
@@ -2602,7 +2604,7 @@ def test_bench_run_shows_its_progress_and_takes_the_line_back(bench_data, monkey
 
 
 @pytest.mark.parametrize("argv", [
-    ["kernels", "--widths=64,96", "--rows=32", "--pool=2x8x16", "--rounds=1"],
+    ["kernels", "--widths=64,96", "--rows=32", "--pool=2x8x16", "--heads=2x8x24", "--rounds=1"],
     ["prefill", "--sizes=nano", "--batch=1", "--T=4,8", "--runs=2"],
     ["decode", "--sizes=nano", "--batch=1", "--T=2,4", "--new_tokens=2", "--runs=2"],
     ["train", "--rounds=1", "--set=n_layer=1,n_embd=32,n_head=2,vocab_size=50304,batch_tokens=64,block_size=32", f"--shaq_set={SHAQ_SET}"],
@@ -2634,7 +2636,8 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys):
         (["compare", "--variant=lr=1", "--variant=batch_tokens=4"], "--set"), (["compare", "--variant=lr=1"], "two --variant"),
         (["prefill", "--sizes=tny"], "did you mean tiny?"), (["kernels", "--widths=71"], "nearest that work"),
         (["compare", "--variant=preset=shak", "--variant=", "--model=shaq"], "did you mean shaq?"),
-        (["kernels", "--pool=3"], "expected BxTxH"), (["plot", f"--records={tmp_path}"], "error: "),
+        (["kernels", "--pool=3"], "expected BxTxH"), (["kernels", "--heads=1x8x16"], "a multiple of 12"),
+        (["plot", f"--records={tmp_path}"], "error: "),
         (["eval", f"--ckpt={tmp_path}/none"], "error: "), (["train", "--rounds=x"], "--rounds")):
         with pytest.raises(SystemExit):
             bench.main(argv)
