@@ -34,8 +34,8 @@ import torch.nn.functional as F
 import train_gpt
 import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
-from model import (GPT, LAMB, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, detach_state, load_checkpoint, lr_at,
-                   machine, model_of, param_groups, peak_flops)
+from model import (GPT, LAMB, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, detach_state, load_checkpoint,
+                   lr_at, machine, model_of, param_groups, peak_flops)
 from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, progress, run
 
 # -----------------------------------------------------------------------------
@@ -210,17 +210,10 @@ def bandwidth(m):
     return 2 * y.nbytes / np.median(timed(dict(copy=in_turn(y.copy_, x)), m)["copy"])
 
 
-def captured(work, m):
-    "work(), recorded as one CUDA graph -> its replay"
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return lambda i: graph.replay()
+def replay(work, m):
+    "work() as one CUDA graph, for timed()"
+    graph = captured(work, m.device)
+    return lambda i: graph()
 
 
 def fresh_compiler():
@@ -600,7 +593,7 @@ def shares(args, m, title, fields, forward, training, floors, compare_with, time
         turn = dict.fromkeys(work, 1)
         if args.gpu:  # a turn in one CUDA graph: the device's time, not Python's. cuDNN's LSTM and the loop take long enough as they are.
             turn = {k: 1 if k.startswith(("LSTM", "loop")) else f.turn for k, f in work.items()}
-            work = {k: f if turn[k] == 1 else captured(lambda f=f: [f(i) for i in range(f.turn)], m) for k, f in work.items()}
+            work = {k: f if turn[k] == 1 else replay(lambda f=f: [f(i) for i in range(f.turn)], m) for k, f in work.items()}
         return {k: v / turn[k] * times.get(k, 1) for k, v in timed(work, m, args.rounds).items()}
 
     t = [measure(work) for work in (forward, training)]
@@ -794,10 +787,12 @@ def bench_decode(argv):
     at the bandwidth of a copy in this run."""
     gpu = torch.cuda.is_available()
     args, m = start("decode", bench_decode.__doc__, argv, *speed_flags(gpu, "2048" if gpu else "8", "1" if gpu else "32"),
-                    ("new_tokens", dict(type=int, default=64 if gpu else 16, help="steps after the first token")))
+                    ("new_tokens", dict(type=int, default=64 if gpu else 16, help="steps after the first token")),
+                    ("presets", dict(type=names, default="sharnn,shaq", help="of SHAQ, byte by byte")))
     n, rows, copy = args.new_tokens, [], bandwidth(m)
     if n < 1:
         die(f"--new_tokens={n}: expected 1 or more")
+    known("--presets", args.presets, SHAQ_PRESETS)
     for size, B, T, compiled in cases(args):
         if compiled:
             fresh_compiler()
@@ -823,7 +818,7 @@ def bench_decode(argv):
             peak[out] = p.mib() and p.mib() + (0 if out == "dense" else sum(c.nbytes for c in cache) / 2**20)
             first[out], eager[out] = prompt, steps
             if args.gpu:
-                graph[out] = captured(steps, m)
+                graph[out] = replay(steps, m)
         t_first = timed(first, m, args.runs, least=0.0)
         kv = sum(c.nbytes for c in cache) * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
         for mode, work in (("eager", eager), ("graph", graph)):
@@ -846,6 +841,31 @@ def bench_decode(argv):
     table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
         "size", "batch x prompt + new", "", "variant", "paper, tokens/s", "tokens/s", "difference", "first token, ms", "then ms a token",
         "floor, ms", "share of floor", "paper's gain", "gain", "share of identity's gain", "peak MiB"], rows)
+
+
+    generate_rows(args, m, copy)
+
+
+def generate_rows(args, m, copy):
+    "SHAQ's generate() behind a full memory (256 wide and behind 512 bytes on a CPU): a byte's time is the difference of n and 2 n bytes"
+    n, work, models = args.new_tokens, {}, {}
+    for preset in args.presets:
+        torch.manual_seed(0)
+        models[preset] = model = SHAQ(SHAQConfig(**SHAQ_PRESETS[preset] | dict(n_embd=1024 if args.gpu else 256))).collapse()
+        model.to(m.device, m.dtype)
+        _, state = model(torch.randint(205, (1, 5000 if args.gpu else 512), device=m.device))
+        for k in (n, 2 * n):
+            work[preset, k] = lambda i, model=model, k=k, state=state: model.generate(torch.zeros(1, 1, dtype=torch.int64,
+                                                                                                   device=m.device), k, 0, state=state)
+    t, rows = timed(work, m, max(3, args.runs), least=0.0), []
+    for preset, model in models.items():
+        c, s = model.config, (np.median(t[preset, 2 * n]) - np.median(t[preset, n])) / n
+        memory = 0 if c.memory == "none" else len(c.attn_layers) * min(c.mem_len, 5000 if args.gpu else 512) * c.n_embd
+        floor = (sum(p.nbytes for p in model.parameters()) + memory * m.dtype.itemsize) / copy
+        rows.append((preset, f"{s * 1e3:.3f}", f"{1 / s:,.0f}", f"{floor * 1e3:.3f}", f"{floor / s:.2f}"))
+        record(args, preset=preset, seconds_a_byte=s, floor=floor)
+    table(args, f"SHAQ, one byte at a time, {'each a CUDA graph' if args.gpu else 'eager'}",
+          ["preset", "ms a byte", "bytes/s", "floor, ms", "share of floor"], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -1340,6 +1360,7 @@ def plot_heatmap(plt, rows):
 
 def plot_decode(plt, rows):
     "Decoding throughput against batch, a panel for each prompt length; the fastest way of launching that was measured"
+    rows = [r for r in rows if "size" in r]  # SHAQ's are one number each
     for size in dict.fromkeys(r["size"] for r in rows):
         lengths = sorted({r["T"] for r in rows if r["size"] == size})
         fig, axes = plt.subplots(1, len(lengths), figsize=(5.5 * len(lengths), 4), layout="constrained", squeeze=False)

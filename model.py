@@ -214,10 +214,11 @@ def attention_gradients(ctx, g, _):
 blocked_attention.register_autograd(attention_gradients, setup_context=save_attention)
 
 
-def attention(q, k, v, r=None, u=None, dropout=0.0):
+def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     """
     softmax(q k^T / sqrt(w)) v, or with r and u the outer form (softmax(..) * (r v^T)) u. All (B, h, T, w), v of any width where r is None;
-    k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u).
+    k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u). T = 1 takes a mask
+    (1, S), true where the query may look.
     """
     T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
     # No flash kernel takes heads above 256. On an H200 their products, 2 (w + w_v) operations for each of S's numbers, take longer than
@@ -227,9 +228,11 @@ def attention(q, k, v, r=None, u=None, dropout=0.0):
     if T > 1 and (q.device.type == "cpu" or wide or r is not None or T < S):
         flat = [None if t is None else t.flatten(0, 1) for t in (q, k, r, v, u)]
         return blocked_attention(*flat, dropout)[0].unflatten(0, q.shape[:2])
-    if r is not None:                                                                    # one query sees all
-        return (F.dropout((q @ k.mT * q.size(-1) ** -0.5).softmax(-1), dropout) * (r @ v.mT)) @ u
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=bool(T > 1))  # square, or one query: no mask needed
+    if r is None and not wide:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=bool(T > 1))
+    S = q @ k.mT * q.size(-1) ** -0.5  # one query: of a fused kernel one multiprocessor alone would read all these wide k and v
+    P = F.dropout((S if mask is None else S.masked_fill(~mask, -math.inf)).softmax(-1, dtype=S.dtype), dropout)
+    return P @ v if r is None else (P * (r @ v.mT)) @ u
 
 
 class Attention(nn.Module):
@@ -260,8 +263,8 @@ class Attention(nn.Module):
             self.one_pass = "hadamard" in self.attn_out and hadamard_norm_is_fused(d, self.heads, self.attn_out == "head_hadamard")
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, table=None, cache=None, pos=0, residual=None, norm=None):
-        "x (B, T, d) -> (B, T, d); with residual and norm: residual + that, and its norm, in one pass"
+    def forward(self, x, table=None, cache=None, at=None, mask=None, residual=None, norm=None):
+        "x (B, T, d) -> (B, T, d); with residual and norm: residual + that, and its norm, in one pass. at: x's places in cache"
         B, T, d = x.shape
         qkv = self.c_attn(x).view(B, T, -1, d // self.n_head)                            # (B, T, 3h or 5h, d_h)
         if table is not None:
@@ -270,16 +273,17 @@ class Attention(nn.Module):
         q, k, v, *more = qkv.transpose(1, 2).split(self.n_head, 1)                       # (B, h, T, d_h) each
         k_r, q_r = more or (None, None)
         if cache is not None:  # keys and values of all tokens so far; cache is (2 or 3, B, h, positions, d_h)
-            cache[:, :, :, pos:pos + T] = torch.stack((k, v, k_r)[:len(cache)])  # one write: torch.compile would copy all of it for two
-            k, v, k_r = [t[:, :, :pos + T].to(q.dtype) for t in cache] + [k_r] * (3 - len(cache))
+            cache[:, :, :, at] = torch.stack((k, v, k_r)[:len(cache)]).to(cache.dtype)  # one write: torch.compile would copy all for two
+            seen = cache if mask is not None else cache[:, :, :, :at.stop]
+            k, v, k_r = [t.to(q.dtype) for t in seen] + [k_r] * (3 - len(cache))
         p = self.dropout if self.training else 0.0
         if self.attn == "mha":
-            y = attention(q, k, v, dropout=p)                                            # S V
+            y = attention(q, k, v, dropout=p, mask=mask)                                 # S V
         elif self.attn == "dva":
-            y, y_r = attention(q, k, torch.cat((v, k_r), -1), dropout=p).chunk(2, -1)    # S [V, K_R]
+            y, y_r = attention(q, k, torch.cat((v, k_r), -1), None, None, p, mask).chunk(2, -1)  # S [V, K_R]
             y = torch.addcmul(y, q_r, y_r)                                               # S V + Q_R * (S K_R)
         else:
-            y = attention(q, k, v, q_r, k_r, dropout=p)                                  # (S * (Q_R V^T)) K_R
+            y = attention(q, k, v, q_r, k_r, p, mask)                                    # (S * (Q_R V^T)) K_R
         y = y.transpose(1, 2).reshape(B, T, d)                                           # Concat(heads)
         if norm is not None:
             return hadamard_affine_norm(y, self.alpha, self.beta, residual, norm.weight, getattr(norm, "bias", None), norm.eps,
@@ -324,13 +328,13 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config) if config.mlp != "none" else None
         self.mlp = MLP(config) if config.mlp != "none" else None
 
-    def forward(self, x, table=None, cache=None, pos=0):
+    def forward(self, x, table=None, cache=None, at=None, mask=None):
         if self.mlp is None:
-            return x + self.attn(self.ln_1(x), table, cache, pos)
+            return x + self.attn(self.ln_1(x), table, cache, at, mask)
         if x.is_cuda and getattr(self.attn, "one_pass", False) and not (self.training and self.attn.dropout):
-            x, n = self.attn(self.ln_1(x), table, cache, pos, x, self.ln_2)
+            x, n = self.attn(self.ln_1(x), table, cache, at, mask, x, self.ln_2)
         else:
-            x = x + self.attn(self.ln_1(x), table, cache, pos)
+            x = x + self.attn(self.ln_1(x), table, cache, at, mask)
             n = self.ln_2(x)
         return x + self.mlp(n)
 
@@ -436,17 +440,24 @@ class GPT(nn.Module):
                 raise RuntimeError(f"nothing initialises {name}")
 
     def hidden(self, idx, cache=None, pos=0):
-        "idx (B, T) of tokens at positions pos.. -> final normalised states (B, T, d)"
-        T = idx.size(1)
-        if pos + T > self.config.block_size:
-            raise ValueError(f"{pos + T} tokens, but block_size is {self.config.block_size}")
+        """
+        idx (B, T) of tokens at positions pos.. -> final normalised states (B, T, d). pos: a number, or for one token and with a cache
+        an int64 tensor (1,), which makes every step of generation the same work on tensors of the same shapes.
+        """
+        T, at, mask = idx.size(1), pos, None
+        if isinstance(pos, torch.Tensor):
+            mask = torch.arange(cache[0].size(3), device=idx.device)[None] <= pos        # (1, positions)
+        else:
+            at = slice(pos, pos + T)
+            if pos + T > self.config.block_size:
+                raise ValueError(f"{pos + T} tokens, but block_size is {self.config.block_size}")
         x = self.wte(idx)                                                                # (B, T, d)
         if self.wpe is not None:
-            x = x + self.wpe.weight[pos:pos + T]
-        table = (self.cos[pos:pos + T], self.sin[pos:pos + T]) if self.config.pos == "rope" else None
+            x = x + self.wpe.weight[at]
+        table = (self.cos[at], self.sin[at]) if self.config.pos == "rope" else None
         x = self.drop(x)
         for i, block in enumerate(self.h):
-            x = block(x, table, cache[i] if cache is not None else None, pos)
+            x = block(x, table, cache[i] if cache is not None else None, at, mask)
         return self.ln_f(x)
 
     def forward(self, idx, targets=None, cache=None, pos=0):
@@ -469,20 +480,38 @@ class GPT(nn.Module):
         """
         Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token.
         The window: past block_size tokens it is cut to its last half and filled again, so that one pass over half a block serves half a
-        block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly.
+        block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly. On a GPU a token
+        from the cache is one launch, of a CUDA graph that holds the model and the draw.
         """
         size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         start = max(0, idx.size(1) - size)  # the window is idx[:, start:]
         cache, done = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None, start
+        token, new, at, u = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), idx.new_empty(1), draws(idx)
+        steps, stride = {}, 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
+
+        def step(length):  # one token, against the cache's first length positions
+            x = self.hidden(token, [c[:, :, :, :length] for c in cache], at)
+            new.copy_(sample(self.lm_head(x[:, -1]), temperature, top_k, u))
+
         with evaluating(self):
             for _ in range(max_new_tokens):
                 if idx.size(1) - start > size:
                     start = idx.size(1) - size // 2
                     done = start
-                x = self.hidden(idx[:, done:], cache, done - start) if use_cache else self.hidden(idx[:, start:])
+                draws(idx, u, generator)
+                if use_cache and idx.size(1) - done == 1:
+                    token.copy_(idx[:, done:])
+                    at.fill_(done - start)
+                    length = min(size, (done - start) // stride * stride + stride)
+                    if length not in steps:
+                        steps[length] = captured(lambda length=length: step(length), idx.device)
+                    steps[length]()
+                else:
+                    x = self.hidden(idx[:, done:], cache, done - start) if use_cache else self.hidden(idx[:, start:])
+                    new.copy_(sample(self.lm_head(x[:, -1]), temperature, top_k, u))
                 done = idx.size(1)
-                idx = torch.cat((idx, sample(self.lm_head(x[:, -1]), temperature, top_k, generator)), 1)
+                idx = torch.cat((idx, new), 1)
         return idx
 
     def param_breakdown(self):
@@ -523,16 +552,47 @@ def evaluating(model):
         model.train(training)
 
 
-def sample(logits, temperature=1.0, top_k=None, generator=None):
-    "One token for each row of logits (B, V): (B, 1). The draw is made in fp64, so that it does not hang on the last bits of a sum."
+def sample(logits, temperature, top_k, u):
+    """
+    One token for each row of logits (B, V), by u (B, 1) in [0, 1): (B, 1). In fp64, so that the draw does not hang on the last bits of a
+    sum; on the CPU for Apple's GPUs, which have none.
+    """
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits.double() / temperature
+    logits, device = logits.to(u.device, torch.float64) / temperature, logits.device
     if top_k:
-        logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -math.inf
+        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
     cdf = logits.softmax(-1).cumsum(-1)
-    u = torch.rand(len(logits), 1, dtype=torch.float64, generator=generator, device=generator.device if generator else logits.device)
-    return torch.searchsorted(cdf, u.to(cdf.device) * cdf[:, -1:], right=True).clamp_(max=logits.size(-1) - 1)
+    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=logits.size(-1) - 1).to(device)
+
+
+def draws(idx, u=None, generator=None):
+    "u for sample(): a number for each row of idx, drawn by generator into the same tensor each time"
+    if u is None:
+        return torch.zeros(len(idx), 1, dtype=torch.float64, device=idx.device if idx.is_cuda else "cpu")
+    return u.copy_(torch.rand(u.shape, dtype=u.dtype, generator=generator, device=generator.device))
+
+
+def captured(work, device, keep=()):
+    """
+    work(), which takes no arguments and leaves its results in tensors that stay where they are -> the same as one CUDA graph; on other
+    devices work itself. Before it can be recorded it must run once: the tensors in keep are put back as they were.
+    """
+    if device.type != "cuda":
+        return work
+    with torch.cuda.device(device):
+        before, side = [t.clone() for t in keep], torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # records, runs nothing
+            work()
+        for t, b in zip(keep, before):
+            t.copy_(b)
+    return graph.replay
 
 
 @torch.no_grad()
@@ -664,7 +724,7 @@ class MemoryAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         d = config.n_embd
-        self.config = config
+        self.config, self.mem_len = config, config.mem_len if config.memory == "full" else 0
         self.W_q = nn.Linear(d, d)
         self.ln_q = nn.LayerNorm(d, eps=1e-12)
         if config.gates:
@@ -689,7 +749,7 @@ class MemoryAttention(nn.Module):
     def forward(self, h, m, memory=None):
         """h (B, T, d) for the queries, m (B, T, d) the window's own rows of memory -> (B, T, d), memory.
 
-        memory is None at the start of a stream, then (B, <= mem_len, d); for memory=mean see over_mean().
+        memory is None at the start of a stream, then (B, <= mem_len, d); for memory=mean see over_mean(), in generate() ring().
         """
         q = self.W_q(h)                                                 # (B, T, d)
         m = m.to(q.dtype)                                               # under autocast memory is held in 16 bits
@@ -705,13 +765,17 @@ class MemoryAttention(nn.Module):
         q = q.to(m.dtype)
         if self.config.memory == "mean":
             x, memory = self.over_mean(q, m, memory)
+        elif isinstance(memory, tuple):
+            rows, n = memory
+            rows.index_copy_(1, n % rows.size(1), m.to(rows.dtype))
+            x = self.attend(q, rows.to(q.dtype), torch.arange(rows.size(1), device=n.device)[None] <= n)
+            memory = rows, n + 1
         else:
             # Published: memory and window together hold at most mem_len positions. Until that cap bites, the output
             # does not depend on where a stream was cut into windows; beyond it, a window's early queries see fewer.
-            mem_len = self.config.mem_len if self.config.memory == "full" else 0
             if memory is not None:
-                m = torch.cat([last(memory, mem_len - m.size(1)).to(m.dtype), m], dim=1)    # (B, M + T, d)
-            x, memory = self.attend(q, m), last(m, mem_len)
+                m = torch.cat([last(memory, self.mem_len - m.size(1)).to(m.dtype), m], dim=1)   # (B, M + T, d)
+            x, memory = self.attend(q, m), last(m, self.mem_len)
         return (x * self.value_gate() if self.config.gates else x), memory
 
     def over_mean(self, q, m, memory):
@@ -739,11 +803,24 @@ class MemoryAttention(nn.Module):
             q, m = q[:, n:], m[:, n:]
         return torch.cat(out, dim=1), (C, W, H)
 
-    def attend(self, q, m):
+    def ring(self, memory, length):
+        """What forward() takes for one position at a time: memory's rows in length places, (B, length, d), and how many positions there
+        were, an int64 tensor (1,). Attention does not ask for the order of what it sees, so a new row takes the place of the oldest, and no
+        shape changes. Written in place; unring() makes memory of it again."""
+        rows = memory.new_zeros(memory.size(0), length, memory.size(2))
+        rows[:, :memory.size(1)] = memory
+        return rows, torch.full((1,), memory.size(1), device=memory.device)
+
+    def unring(self, rows, n):
+        n, length = int(n), rows.size(1)
+        return last(rows[:, :n] if n <= length else rows.roll(-(n % length), 1), self.mem_len).clone()
+
+    def attend(self, q, m, mask=None):
         """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d): causal in the window, open over
         all memory"""
         q, k = (t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for t in (q, m))             # (B, h, T or S, d_h)
-        return attention(q, k, self.drop(k), dropout=self.drop.p if self.training else 0.0).transpose(1, 2).flatten(2)
+        y = attention(q, k, self.drop(k), dropout=self.drop.p if self.training else 0.0, mask=mask)
+        return y.transpose(1, 2).flatten(2)
 
 
 class Boom(nn.Module):
@@ -878,19 +955,45 @@ class SHAQ(nn.Module):
         """Continue idx (B, T) int64 by max_new_tokens, one step each -> idx (B, T + max_new_tokens), state.
 
         The state has read all but the last token: generate(idx[:, -1:], ..., state=state) goes on from there.
-        temperature=0 takes the most likely token; generator as for GPT.
+        temperature=0 takes the most likely token; generator as for GPT. On a GPU a byte is one launch, of a CUDA graph that holds the
+        model, its state and the draw; not with memory=mean, whose mean is of ever more rows.
         """
         if temperature < 0 or (top_k is not None and top_k < 1):
             raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 1")
         generator = generator or torch.Generator().manual_seed(1337)
-        windows, out = idx.split(1024, dim=1), [idx]                    # a long prompt is read as training reads it
+        token, new, u, out, one = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), draws(idx), [idx], None
+
+        def step():  # one byte: state, whose tensors stay where they are, is written over
+            logits, after = self(token, state=state)
+            for old, s in zip(tensors(state), tensors(after)):
+                old.copy_(s)
+            new.copy_(sample(logits[:, -1], temperature, top_k, u))
+
         with evaluating(self):
-            for _ in range(max_new_tokens):
-                for window in windows:
-                    logits, state = self(window, state=state)
-                windows = (sample(logits[:, -1], temperature, top_k, generator),)     # (B, 1)
-                out += windows
+            for i in range(max_new_tokens):
+                draws(idx, u, generator)
+                if i == 0 or self.config.memory == "mean":
+                    for window in idx.split(1024, dim=1) if i == 0 else (out[-1],):     # a long prompt is read as training reads it
+                        logits, state = self(window, state=state)
+                    new.copy_(sample(logits[:, -1], temperature, top_k, u))             # (B, 1)
+                else:
+                    token.copy_(new)
+                    if one is None:
+                        state = self.rings(state, max_new_tokens)
+                        one = captured(step, idx.device, tensors(state))
+                    one()
+                out.append(new.clone())
+            if one is not None:
+                state = self.unrings(state)
         return torch.cat(out, dim=1), state
+
+    def rings(self, state, n):
+        "state for n positions, one at a time: each memory as a ring"
+        return [(s, m if block.attn is None else block.attn.ring(m, max(1, min(block.attn.mem_len, m.size(1) + n))))
+                for block, (s, m) in zip(self.blocks, state)]
+
+    def unrings(self, state):
+        return [(s, m if block.attn is None else block.attn.unring(*m)) for block, (s, m) in zip(self.blocks, state)]
 
     def compile(self, **kw):
         """torch.compile for training, kw as there: a block's code once for all blocks and windows of any length. The LSTM and attention,
@@ -942,6 +1045,11 @@ def detach_state(state):
         state = state.detach()
         return state if state.untyped_storage().nbytes() == state.nbytes else state.clone()
     return type(state)(detach_state(s) for s in state) if isinstance(state, (list, tuple)) else state
+
+
+def tensors(state):
+    "All tensors of a state, in order"
+    return [state] if isinstance(state, torch.Tensor) else [t for s in state or () for t in tensors(s)]
 
 
 class LAMB(torch.optim.Optimizer):

@@ -666,6 +666,9 @@ def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
         assert torch.equal(cached, uncached) and cached.shape == (3, 5 + n) and torch.equal(cached[:, :5], idx)
     long = torch.randint(0, 97, (1, 40))
     assert torch.equal(m.generate(long, 20, 0), m.generate(long, 20, 0, use_cache=False))
+    wide = make(scale=3.0, attn=attn, pos=pos, block_size=400)
+    y, x = wide.generate(idx[:1, -2:], 300, 0), idx[:1, -2:]  # past one stride of the cache
+    assert torch.equal(wide(y[:, :-1])[:, 1:].argmax(-1), y[:, 2:]) and torch.equal(y[:, :2], x)
     fresh = torch.Generator().manual_seed(8)
     assert not torch.equal(m.generate(idx, 40, 1.0, None, fresh), m.generate(idx, 40, 1.0, None, fresh))
     torch.set_rng_state(state)
@@ -676,10 +679,11 @@ def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
 def test_gpt_sample_follows_its_distribution():
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0]).expand(20_000, 4)
     for top_k, keep in ((None, [0, 1, 2, 3]), (2, [1, 2]), (1, [1]), (99, [0, 1, 2, 3])):
-        counts = model_py.sample(logits, 0.5, top_k, torch.Generator().manual_seed(0)).flatten().bincount(minlength=4) / 20_000
+        u = torch.rand(20_000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        counts = sample(logits, 0.5, top_k, u).flatten().bincount(minlength=4) / 20_000
         p = torch.zeros(4).index_copy(0, torch.tensor(keep), (logits[0, keep] / 0.5).softmax(0))
         assert (counts - p).abs().max() < 0.015 and counts[p == 0].sum() == 0
-    assert model_py.sample(logits, 0).unique().tolist() == [1]
+    assert sample(logits, 0, None, None).unique().tolist() == [1]
 
 
 @pytest.mark.parametrize("attn", ["mha", "dva", "dva_outer"])
@@ -700,6 +704,14 @@ def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
     for a, b in zip(mine, theirs):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert set(writes[1:]) == {model.config.n_layer}  # one write to a layer's cache: of two inductor would make a copy of all of it
+    torch._dynamo.reset()
+    compiled, cache = torch.compile(model.hidden, fullgraph=True, dynamic=False, backend=backend), model.new_cache(2)
+    with torch.no_grad():
+        model.hidden(idx[:, :5], cache)
+        writes.clear()
+        x = [compiled(idx[:, i:i + 1], cache, torch.tensor([i])) for i in range(5, 12)]
+    torch.testing.assert_close(torch.cat(x, 1), theirs[-1][:, 5:], rtol=1e-4, atol=1e-5)
+    assert writes == [model.config.n_layer]  # one graph for all positions, as a CUDA graph wants it
 
 
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn_out="head_hadamard", norm="rmsnorm"), dict(attn="dva"),
@@ -1826,7 +1838,7 @@ def test_shaq_dropout_is_everywhere_it_was_published(preset, places, monkeypatch
         if isinstance(module, torch.nn.Dropout):
             module.register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape)))
     on_weights = []
-    monkeypatch.setattr(model_py, "attention", lambda *a, dropout: on_weights.append(dropout) or attention(*a, dropout=dropout))
+    monkeypatch.setattr(model_py, "attention", lambda *a, dropout, mask: on_weights.append(dropout) or attention(*a, dropout=dropout))
     model(torch.randint(11, (2, 5)))
     model.eval()(torch.randint(11, (2, 5)))
     assert on_weights == [0.5, 0.0] and len(shapes) == 2 * places and shapes.count((2, 1, 5, 16)) == 2
@@ -1911,12 +1923,44 @@ def test_shaq_generate_carries_its_state(preset):
     model.eval()
     generator, scratch = torch.Generator().manual_seed(3), prompt
     for _ in range(12):                                     # the same draws, reading everything afresh for each
-        scratch = torch.cat([scratch, sample(model(scratch)[0][:, -1], 0.8, 5, generator)], dim=1)
+        u = torch.rand(len(prompt), 1, dtype=torch.float64, generator=generator)
+        scratch = torch.cat([scratch, sample(model(scratch)[0][:, -1], 0.8, 5, u)], dim=1)
     assert torch.equal(out, scratch)
     greedy, _ = model.generate(prompt, 9, temperature=0)
     first, state = model.generate(prompt, 4, temperature=0)
     assert torch.equal(torch.cat([first, model.generate(first[:, -1:], 5, 0, state=state)[0][:, 1:]], dim=1), greedy)
     assert torch.equal(greedy[:, -1:], model(greedy[:, :-1])[0][:, -1:].argmax(-1))
+
+
+@pytest.mark.parametrize("mem_len", [1, 9, 30])
+@pytest.mark.parametrize("preset, memory", [("sharnn", "full"), ("shaq", "full"), ("shaq", "none"), ("layers2_heads2", "full")])
+def test_shaq_generate_in_a_ring_is_position_by_position(preset, memory, mem_len):
+    model = tiny_shaq(preset, memory=memory, mem_len=mem_len).eval()
+    prompt = torch.randint(11, (2, 5))
+    out, state = model.generate(prompt, 20, temperature=0)
+    with torch.no_grad():
+        logits, ordinary = model(prompt)
+        for i in range(5, 25):
+            assert torch.equal(logits[:, -1:].argmax(-1), out[:, i:i + 1])
+            if i < 24:
+                logits, ordinary = model(out[:, i:i + 1], state=ordinary)
+    torch.testing.assert_close(state, ordinary, rtol=1e-4, atol=1e-5)  # memories in their order again
+    assert torch.equal(model.generate(out[:, -1:], 3, 0, state=state)[0], model.generate(out[:, -1:], 3, 0, state=ordinary)[0])
+
+
+@pytest.mark.parametrize("preset", ["sharnn", "shaq"])
+def test_shaq_generation_is_one_graph(preset):
+    "What a CUDA graph wants of a step: no shape and no decision hangs on the position, and nothing is read back"
+    torch._dynamo.reset()
+    model, graphs = tiny_shaq(preset, mem_len=9).eval(), []
+    with torch.no_grad(), torch._dynamo.config.patch(allow_rnn=True):
+        step = torch.compile(lambda token, state: model(token, state=state), fullgraph=True, dynamic=False,
+                             backend=lambda graph, inputs: graphs.append(1) or graph)
+        state = model.rings(model(torch.randint(11, (2, 5)))[1], 100)
+        for _ in range(12):
+            for old, new in zip(model_py.tensors(state), model_py.tensors(step(torch.randint(11, (2, 1)), state)[1])):
+                old.copy_(new)
+    assert len(graphs) == 1 and state[model.config.attn_layers[0] - 1][1][1].item() == 17
 
 
 @pytest.mark.parametrize("preset", ["sharnn", "shaq"])
@@ -2619,6 +2663,9 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
     for t in tables:
         widths = {line.count("|") for line in t.splitlines() if line.startswith("|")}
         assert len(widths) == 1
+    if argv[0] == "decode":
+        rows, bytewise = rows[:8], rows[8:]
+        assert [r["preset"] for r in bytewise] == ["sharnn", "shaq"] and all(r["seconds_a_byte"] for r in bytewise)
     if argv[0] in ("prefill", "decode"):
         assert {r["variant"] for r in rows} == set(bench.OUTS) and all(r["tokens_per_s"] > 0 for r in rows) and len(rows) == 8
     if argv[0] == "train":
