@@ -35,10 +35,10 @@ def _is_prime(q):
 
 
 def _paley_order(m):
-    "2 or 1 if Paley's second or first construction over a prime gives a Hadamard matrix of order m, else 0"
+    "2 or 1 if Paley's second or first construction over a prime, or the second over GF(9), gives a Hadamard matrix of order m, else 0"
     if m % 4:
         return 0
-    if (m // 2 - 1) % 4 == 1 and _is_prime(m // 2 - 1):
+    if (m // 2 - 1) % 4 == 1 and (_is_prime(m // 2 - 1) or m == 20):  # 20 is of the first too, at twice the additions
         return 2
     return int(_is_prime(m - 1))  # m % 4 == 0, so m - 1 = 3 mod 4 as the first construction wants
 
@@ -78,6 +78,10 @@ def _paley(m):
     if second:  # q = 1 mod 4: C = [[0, 1], [1, chi(i-j)]] is symmetric, and so is H = C (x) [[1,1],[1,-1]] + I (x) [[1,-1],[-1,-1]]
         C = chi.new_ones(q + 1, q + 1)
         C[0, 0], C[1:, 1:] = 0, core.flip(1).roll(1, 1)
+        if q == 9:  # GF(9) = {a + bi}, a, b mod 3; x is a square where x^4 = a^2 + b^2 is 1
+            a, b = torch.arange(9, device="cpu").div(3, rounding_mode="floor"), torch.arange(9, device="cpu") % 3
+            n = ((a[:, None] - a) ** 2 + (b[:, None] - b) ** 2) % 3
+            C[1:, 1:] = torch.where(n == 2, -1, n)
         I = torch.diag(chi.new_ones(q + 1))
         return torch.kron(C, chi.new_tensor([[1, 1], [1, -1]])) + torch.kron(I, chi.new_tensor([[1, -1], [-1, -1]]))
     # q = 3 mod 4: the textbook core chi(i-j) is skew. Columns taken in the order -j give chi(i+j), which is symmetric.
@@ -416,10 +420,14 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             inner, R, warps = 2, 16, 4 if d <= 1024 else 8
             W = min(A * C, 64 if d <= 1024 else 128)  # 16 bytes a thread and load
         else:
-            warps = 4 if d <= 4096 else 8 if d <= 8192 else 16
-            R = 1 if "few" in kind else max(1, (4096 if kind == "grads" else 8192) // d)  # 32 or 64 numbers a thread
+            warps, each, numbers = 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # numbers a thread: of a tile, of all tiles
+            if kind == "grads":  # three sets of them
+                warps, numbers = (2 if d <= 3072 else 4 if d <= 6144 else warps, 48) if bits == 16 else (warps, 32)
+            elif bits == 16 and kind in ("forward", "pre") and d > 1024:
+                each, numbers = 8, 128  # the more stand in one thread, the fewer shuffles
+            R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
             R = 1 << (R.bit_length() - 1)
-            W = min(A * C, max(A, 1 << (max(1, warps * 128 // R) - 1).bit_length()))  # 4 numbers a thread and tile
+            W = min(A * C, max(A, 1 << (max(1, warps * 32 * each // R) - 1).bit_length()))
         P = A * C // W
         C = CW = C // P
     signs = sum(1 << i for i, v in enumerate(hadamard_matrix(M, torch.int8, "cpu").flatten().tolist()) if v < 0) if M > 1 else 0
@@ -461,7 +469,7 @@ def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_hea
 def _grads_triton(x, dy, scale, n_head, heads_only):
     (N, d), (x, dy) = x.shape, _rows(x, dy)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "grads")
-    programs = min(triton.cdiv(max(N, 1), plan["R"]), 264)  # two for each of 132 multiprocessors
+    programs = min(triton.cdiv(max(N, 1), plan["R"]), 132 * max(2, 8 // warps))  # 8 warps for each of an H200's 132 multiprocessors
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, partial[0], partial[1], N, scale, **plan, num_warps=warps)
