@@ -35,7 +35,7 @@ import train_gpt
 import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
 from model import (GPT, LAMB, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, detach_state, load_checkpoint,
-                   lr_at, machine, model_of, param_groups, peak_flops)
+                   lr_at, machine, model_of, param_groups, peak_flops, tensors)
 from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, progress, run
 
 # -----------------------------------------------------------------------------
@@ -784,7 +784,7 @@ def bench_prefill(argv):
 def bench_decode(argv):
     """Greedy decoding with a static KV cache. First token: the prompt through the model. Then --new_tokens steps, on a GPU launched one
     kernel after another (eager) and captured whole in a CUDA graph. Floor: every weight and the cached keys and values read once a step,
-    at the bandwidth of a copy in this run."""
+    at the bandwidth of a copy in this run. After that SHAQ, byte by byte."""
     gpu = torch.cuda.is_available()
     args, m = start("decode", bench_decode.__doc__, argv, *speed_flags(gpu, "2048" if gpu else "8", "1" if gpu else "32"),
                     ("new_tokens", dict(type=int, default=64 if gpu else 16, help="steps after the first token")),
@@ -792,7 +792,7 @@ def bench_decode(argv):
     n, rows, copy = args.new_tokens, [], bandwidth(m)
     if n < 1:
         die(f"--new_tokens={n}: expected 1 or more")
-    known("--presets", args.presets, SHAQ_PRESETS)
+    known("--presets", args.presets, [p for p, c in SHAQ_PRESETS.items() if "memory" not in c])  # whose step is always the same
     for size, B, T, compiled in cases(args):
         if compiled:
             fresh_compiler()
@@ -841,30 +841,33 @@ def bench_decode(argv):
     table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
         "size", "batch x prompt + new", "", "variant", "paper, tokens/s", "tokens/s", "difference", "first token, ms", "then ms a token",
         "floor, ms", "share of floor", "paper's gain", "gain", "share of identity's gain", "peak MiB"], rows)
-
-
     generate_rows(args, m, copy)
 
 
 def generate_rows(args, m, copy):
-    "SHAQ's generate() behind a full memory (256 wide and behind 512 bytes on a CPU): a byte's time is the difference of n and 2 n bytes"
-    n, work, models = args.new_tokens, {}, {}
+    "A byte of SHAQ's greedy generate(), behind a full memory; on a CPU 256 wide and behind 512 bytes"
+    n, work, models = 5000 if args.gpu else 512, {}, {}
     for preset in args.presets:
         torch.manual_seed(0)
-        models[preset] = model = SHAQ(SHAQConfig(**SHAQ_PRESETS[preset] | dict(n_embd=1024 if args.gpu else 256))).collapse()
+        models[preset] = model = SHAQ(SHAQConfig(**SHAQ_PRESETS[preset] | dict(n_embd=1024 if args.gpu else 256))).collapse().eval()
         model.to(m.device, m.dtype)
-        _, state = model(torch.randint(205, (1, 5000 if args.gpu else 512), device=m.device))
-        for k in (n, 2 * n):
-            work[preset, k] = lambda i, model=model, k=k, state=state: model.generate(torch.zeros(1, 1, dtype=torch.int64,
-                                                                                                   device=m.device), k, 0, state=state)
-    t, rows = timed(work, m, max(3, args.runs), least=0.0), []
+        _, state = model(torch.randint(205, (1, n), device=m.device))
+
+        def step(model=model, state=model.rings(state, n), token=torch.zeros(1, 1, dtype=torch.int64, device=m.device)):
+            logits, after = model(token, state=state)
+            for old, new in zip(tensors(state), tensors(after)):
+                old.copy_(new)
+            token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+
+        work[preset] = replay(step, m)
+    t, rows = timed(work, m, max(7, args.runs)), []
     for preset, model in models.items():
-        c, s = model.config, (np.median(t[preset, 2 * n]) - np.median(t[preset, n])) / n
-        memory = 0 if c.memory == "none" else len(c.attn_layers) * min(c.mem_len, 5000 if args.gpu else 512) * c.n_embd
+        c, s = model.config, t[preset].mean()
+        memory = 0 if c.memory == "none" else len(c.attn_layers) * min(c.mem_len, n) * c.n_embd
         floor = (sum(p.nbytes for p in model.parameters()) + memory * m.dtype.itemsize) / copy
-        rows.append((preset, f"{s * 1e3:.3f}", f"{1 / s:,.0f}", f"{floor * 1e3:.3f}", f"{floor / s:.2f}"))
-        record(args, preset=preset, seconds_a_byte=s, floor=floor)
-    table(args, f"SHAQ, one byte at a time, {'each a CUDA graph' if args.gpu else 'eager'}",
+        rows.append((preset, spread(t[preset]), f"{1 / s:,.0f}", f"{floor * 1e3:.3f}", f"{floor / s:.2f}"))
+        record(args, preset=preset, seconds_a_byte=t[preset].tolist(), floor=floor)
+    table(args, f"SHAQ, one byte at a time, {'each a CUDA graph' if args.gpu else 'not compiled'}",
           ["preset", "ms a byte", "bytes/s", "floor, ms", "share of floor"], rows)
 
 

@@ -425,6 +425,8 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
                 warps, numbers = (2 if d <= 3072 else 4 if d <= 6144 else warps, 48) if bits == 16 else (warps, 32)
             elif bits == 16 and kind in ("forward", "pre") and d > 1024:
                 each, numbers = 8, 128  # the more stand in one thread, the fewer shuffles
+            elif kind == "norm":
+                numbers = 80
             R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
             R = 1 << (R.bit_length() - 1)
             W = min(A * C, max(A, 1 << (max(1, warps * 32 * each // R) - 1).bit_length()))
@@ -608,7 +610,7 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
     if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
         return False
     plan = _plan(d, n_head, heads_only, 16, "norm")
-    return plan is not None and plan[0]["CW"] >= plan[0]["C"] and (heads_only or d <= 2048)
+    return plan is not None and plan[0]["CW"] >= plan[0]["C"] and (heads_only or d <= 4096)
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):

@@ -21,6 +21,7 @@ import sys
 import time
 import zipfile
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import torch.nn as nn
@@ -140,29 +141,30 @@ def causal_weights(q, k, i, e, dropout, seed):
 
 @torch.library.custom_op("model::blocked_attention", mutates_args=())
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, r: torch.Tensor | None, v: torch.Tensor, u: torch.Tensor | None,
-                      dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
+                      seed: torch.Tensor | None, dropout: float) -> torch.Tensor:
     """
     Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T, and memory
     linear in T, as the backward pass computes each block's weights again. With P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         r is None    out = P v                       v of any width
         else         out = (P * (r v^T)) u           the outer form of [2]: one more T x T product, and nothing larger
-    q (N, T, w); k (N, S, w); v (N, S, any), or r (N, T, w), v, u (N, S, w). -> out, and the seed of the dropout, on the CPU. Once
-    differentiable. On a CPU in bf16 this is 1.4 times faster than PyTorch's fused operator, forward and backward (48 heads of 64,
-    T = S = 256), level with it in fp32, and it takes heads of any width, dropout included.
+    q (N, T, w); k (N, S, w); v (N, S, any), or r (N, T, w), v, u (N, S, w); seed: of the dropout, () int64 on the CPU, None without; from
+    outside, as a forward pass that is run again must find the same. Once differentiable. On a CPU in bf16 this is 1.4 times faster than
+    PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), level with it in fp32, and it takes heads of any width,
+    dropout included.
     """
     q = q * q.size(-1) ** -0.5
-    seed = torch.randint(2**40, ()) if dropout else torch.zeros((), dtype=torch.int64)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if r is not None else q.new_empty(*q.shape[:2], v.size(-1))
     for i, e in query_blocks(q):
         n, P, keep = causal_weights(q, k, i, e, dropout, seed)
         P = P if keep is None else P.mul_(keep)
         out[:, i:e] = torch.bmm(P, v[:, :n]) if r is None else torch.bmm(P.mul_(torch.bmm(r[:, i:e], v[:, :n].mT)), u[:, :n])
-    return out, seed
+    return out
 
 
 @torch.library.custom_op("model::blocked_attention_backward", mutates_args=())
 def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, r: torch.Tensor | None, v: torch.Tensor,
-                               u: torch.Tensor | None, out: torch.Tensor, seed: torch.Tensor, dropout: float) -> list[torch.Tensor]:
+                               u: torch.Tensor | None, seed: torch.Tensor | None, out: torch.Tensor,
+                               dropout: float) -> list[torch.Tensor]:
     "-> gradients of q, k, v, and of r, u if there are"
     q = q * q.size(-1) ** -0.5
     dq, dk, dv, dr, du = [torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v),
@@ -191,24 +193,24 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
 
 
 @blocked_attention.register_fake
-def _(q, k, r, v, u, dropout):
-    return q.new_empty(*q.shape[:2], v.size(-1) if u is None else u.size(-1)), torch.empty((), dtype=torch.int64, device="cpu")
+def _(q, k, r, v, u, seed, dropout):
+    return q.new_empty(*q.shape[:2], v.size(-1) if u is None else u.size(-1))
 
 
 @blocked_attention_backward.register_fake
-def _(g, q, k, r, v, u, out, seed, dropout):
+def _(g, q, k, r, v, u, seed, out, dropout):
     return [torch.empty_like(t) for t in (q, k, v, r, u) if t is not None]
 
 
 def save_attention(ctx, inputs, output):
     *tensors, ctx.dropout = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*tensors, output)
 
 
-def attention_gradients(ctx, g, _):
+def attention_gradients(ctx, g):
     dq, dk, dv, *more = blocked_attention_backward(g, *ctx.saved_tensors, ctx.dropout)
     dr, du = more or (None, None)
-    return dq, dk, dr, dv, du, None
+    return dq, dk, dr, dv, du, None, None
 
 
 blocked_attention.register_autograd(attention_gradients, setup_context=save_attention)
@@ -218,21 +220,28 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     """
     softmax(q k^T / sqrt(w)) v, or with r and u the outer form (softmax(..) * (r v^T)) u. All (B, h, T, w), v of any width where r is None;
     k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u). T = 1 takes a mask
-    (1, S), true where the query may look.
+    (1, S) in the dtype of q, 0 where the query may look and -inf elsewhere.
     """
     T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
-    # No flash kernel takes heads above 256. On an H200 their products, 2 (w + w_v) operations for each of S's numbers, take longer than
-    # the 8 bytes that blocks by library products move for it: 5.8 against 1.9 ps for [2]'s 768 + 1,536. A kernel that keeps S on the chip
-    # has no registers for the sums of such values: it forms S anew for every few hundred columns, 1.7 times the operations. Calculated,
-    # not measured (bench.py kernels does); the author of FlashAttention advises the same, Dao-AILab/flash-attention issues 801 and 805.
+    # None of PyTorch's flash kernels takes heads above 256. Their products, 2 (w + w_v) operations for each number of S, take longer than
+    # the 8 bytes that blocks by library products move for it: 5.8 ps at 790 TFLOP/s against 1.9 at 4.3 TB/s, an H200's, for [2]'s 768 and
+    # 1,536. A kernel that keeps S on the chip lacks the registers for the sums of such values: it forms S anew for every few hundred
+    # columns, 1.7 times the operations. Calculated, not measured (bench.py kernels does); FlashAttention's author advises the same
+    # (Dao-AILab/flash-attention, issues 801 and 805).
     if T > 1 and (q.device.type == "cpu" or wide or r is not None or T < S):
         flat = [None if t is None else t.flatten(0, 1) for t in (q, k, r, v, u)]
-        return blocked_attention(*flat, dropout)[0].unflatten(0, q.shape[:2])
+        seed = torch.randint(2**40, (), device="cpu") if dropout else None
+        return blocked_attention(*flat, seed, dropout).unflatten(0, q.shape[:2])
     if r is None and not wide:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=bool(T > 1))
     S = q @ k.mT * q.size(-1) ** -0.5  # one query: of a fused kernel one multiprocessor alone would read all these wide k and v
-    P = F.dropout((S if mask is None else S.masked_fill(~mask, -math.inf)).softmax(-1, dtype=S.dtype), dropout)
+    P = F.dropout((S if mask is None else S + mask).softmax(-1, dtype=S.dtype), dropout)
     return P @ v if r is None else (P * (r @ v.mT)) @ u
+
+
+def up_to(pos, length, dtype):
+    "attention()'s mask (1, length) for a query at pos, an int64 tensor (1,): what is behind it does not count"
+    return torch.where(torch.arange(length, device=pos.device) <= pos, 0.0, -math.inf).to(dtype)[None]
 
 
 class Attention(nn.Module):
@@ -446,7 +455,7 @@ class GPT(nn.Module):
         """
         T, at, mask = idx.size(1), pos, None
         if isinstance(pos, torch.Tensor):
-            mask = torch.arange(cache[0].size(3), device=idx.device)[None] <= pos        # (1, positions)
+            mask = up_to(pos, cache[0].size(3), product_dtype(self.wte.weight))          # (1, positions)
         else:
             at = slice(pos, pos + T)
             if pos + T > self.config.block_size:
@@ -480,14 +489,15 @@ class GPT(nn.Module):
         """
         Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token.
         The window: past block_size tokens it is cut to its last half and filled again, so that one pass over half a block serves half a
-        block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly. On a GPU a token
-        from the cache is one launch, of a CUDA graph that holds the model and the draw.
+        block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly. On a GPU the
+        model and the draw are one CUDA graph for each token.
         """
         size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         start = max(0, idx.size(1) - size)  # the window is idx[:, start:]
         cache, done = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None, start
-        token, new, at, u = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), idx.new_empty(1), draws(idx)
+        uniform = draws(max_new_tokens if temperature else 0, idx, generator)
+        token, new, at, u = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), idx.new_empty(1), uniform.new_empty(len(idx), 1)
         steps, stride = {}, 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
 
         def step(length):  # one token, against the cache's first length positions
@@ -495,11 +505,12 @@ class GPT(nn.Module):
             new.copy_(sample(self.lm_head(x[:, -1]), temperature, top_k, u))
 
         with evaluating(self):
-            for _ in range(max_new_tokens):
+            for i in range(max_new_tokens):
                 if idx.size(1) - start > size:
                     start = idx.size(1) - size // 2
                     done = start
-                draws(idx, u, generator)
+                if temperature:
+                    u.copy_(uniform[i])
                 if use_cache and idx.size(1) - done == 1:
                     token.copy_(idx[:, done:])
                     at.fill_(done - start)
@@ -559,7 +570,7 @@ def sample(logits, temperature, top_k, u):
     """
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits, device = logits.to(u.device, torch.float64) / temperature, logits.device
+    logits, device = logits.to(u.device).double() / temperature, logits.device
     if top_k:
         least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
@@ -567,11 +578,13 @@ def sample(logits, temperature, top_k, u):
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=logits.size(-1) - 1).to(device)
 
 
-def draws(idx, u=None, generator=None):
-    "u for sample(): a number for each row of idx, drawn by generator into the same tensor each time"
-    if u is None:
-        return torch.zeros(len(idx), 1, dtype=torch.float64, device=idx.device if idx.is_cuda else "cpu")
-    return u.copy_(torch.rand(u.shape, dtype=u.dtype, generator=generator, device=generator.device))
+def draws(n, idx, generator):
+    "n times u for sample(), (n, B, 1), drawn at once: to draw each when it is wanted would make a GPU wait for the CPU at every token"
+    u = torch.rand(n, len(idx), 1, dtype=torch.float64, generator=generator, device=generator.device)
+    return u.to(idx.device if idx.is_cuda else "cpu")
+
+
+side_stream = lru_cache(None)(torch.cuda.Stream)  # one for each device: cuBLAS keeps a workspace for every stream it ever saw
 
 
 def captured(work, device, keep=()):
@@ -582,13 +595,13 @@ def captured(work, device, keep=()):
     if device.type != "cuda":
         return work
     with torch.cuda.device(device):
-        before, side = [t.clone() for t in keep], torch.cuda.Stream()
+        before, side = [t.clone() for t in keep], side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             work()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):  # records, runs nothing
+        with torch.cuda.graph(graph, stream=side):  # records, runs nothing
             work()
         for t, b in zip(keep, before):
             t.copy_(b)
@@ -768,7 +781,7 @@ class MemoryAttention(nn.Module):
         elif isinstance(memory, tuple):
             rows, n = memory
             rows.index_copy_(1, n % rows.size(1), m.to(rows.dtype))
-            x = self.attend(q, rows.to(q.dtype), torch.arange(rows.size(1), device=n.device)[None] <= n)
+            x = self.attend(q, rows.to(q.dtype), up_to(n, rows.size(1), q.dtype))
             memory = rows, n + 1
         else:
             # Published: memory and window together hold at most mem_len positions. Until that cap bites, the output
@@ -813,7 +826,7 @@ class MemoryAttention(nn.Module):
 
     def unring(self, rows, n):
         n, length = int(n), rows.size(1)
-        return last(rows[:, :n] if n <= length else rows.roll(-(n % length), 1), self.mem_len).clone()
+        return last(rows[:, :n] if n <= length else rows.roll(-(n % length), 1), self.mem_len)
 
     def attend(self, q, m, mask=None):
         """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d): causal in the window, open over
@@ -863,6 +876,10 @@ class SHAQBlock(nn.Module):
     def lstm(self, h, state):
         """nn.LSTM, whose h and c are (1, B, d); ours are (B, d), so that streams are dimension 0 of all state."""
         dtype = self.rnn.weight_hh_l0.dtype
+        if state and h.size(1) == 1 and not self.training:  # cuDNN, where it cannot keep 16-bit weights packed, would copy them each time
+            with torch.autocast(h.device.type, enabled=False):
+                state = torch.lstm_cell(h[:, 0].to(dtype), [s.to(dtype) for s in state], *self.rnn._flat_weights)
+            return state[0][:, None], state
         state = state and tuple(s[None].to(dtype) for s in state)
         if h.is_cuda:  # autocast would take fp16 there, whatever its dtype, and lose small gradients: fp32, whose products are TF32
             with torch.autocast("cuda", enabled=False):
@@ -955,13 +972,14 @@ class SHAQ(nn.Module):
         """Continue idx (B, T) int64 by max_new_tokens, one step each -> idx (B, T + max_new_tokens), state.
 
         The state has read all but the last token: generate(idx[:, -1:], ..., state=state) goes on from there.
-        temperature=0 takes the most likely token; generator as for GPT. On a GPU a byte is one launch, of a CUDA graph that holds the
-        model, its state and the draw; not with memory=mean, whose mean is of ever more rows.
+        temperature=0 takes the most likely token; top_k=None or 0 draws from all; generator as for GPT. On a GPU the
+        model, its state and the draw are one CUDA graph for each byte; not with memory=mean, whose mean is of ever more rows.
         """
-        if temperature < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 1")
+        if temperature < 0 or (top_k or 0) < 0:
+            raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 0")
         generator = generator or torch.Generator().manual_seed(1337)
-        token, new, u, out, one = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), draws(idx), [idx], None
+        uniform = draws(max_new_tokens if temperature else 0, idx, generator)
+        token, new, u, out, one = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), uniform.new_empty(len(idx), 1), [idx], None
 
         def step():  # one byte: state, whose tensors stay where they are, is written over
             logits, after = self(token, state=state)
@@ -971,7 +989,8 @@ class SHAQ(nn.Module):
 
         with evaluating(self):
             for i in range(max_new_tokens):
-                draws(idx, u, generator)
+                if temperature:
+                    u.copy_(uniform[i])
                 if i == 0 or self.config.memory == "mean":
                     for window in idx.split(1024, dim=1) if i == 0 else (out[-1],):     # a long prompt is read as training reads it
                         logits, state = self(window, state=state)
@@ -985,7 +1004,7 @@ class SHAQ(nn.Module):
                 out.append(new.clone())
             if one is not None:
                 state = self.unrings(state)
-        return torch.cat(out, dim=1), state
+        return torch.cat(out, dim=1), detach_state(state)
 
     def rings(self, state, n):
         "state for n positions, one at a time: each memory as a ring"

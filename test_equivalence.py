@@ -42,6 +42,7 @@ import torch.nn.functional as F
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")  # before Triton, which dynamo imports too, is there
 
 import torch._dynamo  # noqa: E402
+import torch.utils.checkpoint  # noqa: E402
 
 import bench  # noqa: E402
 import kernels  # noqa: E402
@@ -281,7 +282,7 @@ def test_hadamard_compiles_without_a_graph_break(autocast):
 # Hadamard: the Triton kernels. Interpreted here, as fp32 and fp16: the interpreter's bf16 products are wrong.
 
 TRITON_LAYERS = [(64, 1, False), (1024, 1, False), (96, 1, False), (768, 12, False), (640, 20, False), (224, 1, False), (96, 8, False),
-                 (1536, 16, False), (768, 12, True), (1536, 16, True)]
+                 (3072, 24, False), (1536, 16, False), (768, 12, True), (1536, 16, True)]
 
 
 def poisoned(x):
@@ -368,9 +369,9 @@ def test_hadamard_triton_takes_any_strides():
 
 @needs_triton
 @pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (96, 8, False), (1536, 16, False), (768, 12, True), (1024, 16, True),
-                                                   (1536, 16, True), (96, 4, True)])
+                                                   (1536, 16, True), (96, 4, True), (2560, 20, False)])
 def test_hadamard_norm_triton_is_exact(d, n_head, heads_only):
-    assert hadamard_norm_is_fused(d, n_head, heads_only) and not hadamard_norm_is_fused(2560, 20)
+    assert hadamard_norm_is_fused(d, n_head, heads_only) and not hadamard_norm_is_fused(5120, 40)
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     alpha, beta, weight, shift = (torch.randn(d) for _ in range(4))
     for dtype, wide, N, rms in ((torch.float32, torch.float32, 17, False), (torch.float16, torch.float32, 33, True),
@@ -449,6 +450,7 @@ HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an 
     (90, "norm", "bf16", 768, 12, True, 26), (90, "norm", "bf16", 768, 12, False, 30), (80, "norm", "bf16", 1024, 16, False, 27),
     (90, "norm fp32", "bf16", 1024, 16, True, 20), (90, "norm fp32", "bf16", 2048, 16, False, 31),
     (90, "norm", "bf16", 1536, 16, False, 36), (100, "norm", "bf16", 2048, 16, True, 23), (90, "norm", "bf16", 2048, 16, False, 31),
+    (90, "norm", "bf16", 2560, 20, False, 52), (80, "norm fp32", "bf16", 2560, 20, False, 50), (100, "norm", "bf16", 3072, 24, False, 51),
     # heads of 96
     (90, "norm", "bf16", 1536, 16, True, 34), (80, "norm fp32", "bf16", 1536, 16, True, 32), (100, "norm", "bf16", 1536, 16, True, 32),
 ]
@@ -630,12 +632,12 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
     shapes = dict(q=(T, 5), k=(past + T, 5), v=(past + T, wide)) | (dict(r=(T, 5), u=(past + T, 5)) if outer else {})
     leaf = {n: randn(3, *shape, grad=True) for n, shape in shapes.items()}
     q, k, r, v, u = (leaf.get(n) for n in "qkrvu")
-    y, z = blocked_attention(q, k, r, v, u, 0.0)[0], literal_attention(q, k, v, r, u)
+    y, z = blocked_attention(q, k, r, v, u, None, 0.0), literal_attention(q, k, v, r, u)
     dy = torch.randn_like(z)
     assert error(y, z) < 1e-12
     for a, b in zip(torch.autograd.grad(y, list(leaf.values()), dy), torch.autograd.grad(z, list(leaf.values()), dy)):
         assert error(a, b) < 1e-12
-    torch.library.opcheck(blocked_attention, (q, k, r, v, u, 0.0))  # among others, that torch.compile may take it
+    torch.library.opcheck(blocked_attention, (q, k, r, v, u, None, 0.0))  # among others, that torch.compile may take it
     if not outer and not past:
         q, k, v = (t.detach()[:, None] for t in (q, k, v))
         assert error(attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)) < 1e-12
@@ -647,14 +649,25 @@ def test_gpt_blocked_attention_dropout(outer, monkeypatch):
     leaf = [randn(2, 10, 3, grad=True) for _ in range(5 if outer else 3)]
 
     def call(q, k, v, r=None, u=None):
-        torch.manual_seed(5)  # the same mask each time
-        return blocked_attention(q, k, r, v, u, 0.4)[0]
+        return blocked_attention(q, k, r, v, u, torch.tensor(5), 0.4)
 
     assert torch.autograd.gradcheck(call, leaf)
-    P, _ = blocked_attention(torch.zeros(200, 8, 1), torch.zeros(200, 8, 1), None, torch.eye(8).repeat(200, 1, 1), None, 0.25)
+    P = blocked_attention(torch.zeros(200, 8, 1), torch.zeros(200, 8, 1), None, torch.eye(8).repeat(200, 1, 1), None, torch.tensor(7), 0.25)
     kept = P[:, 7] > 0  # of weights 1 / (t + 1) each
     assert torch.allclose(P[:, 7][kept], torch.tensor(1 / 8 / 0.75)) and abs(kept.float().mean() - 0.75) < 0.04
     assert not torch.equal(kept[0], kept[1]) or not torch.equal(kept[1], kept[2])
+
+
+def test_gpt_blocked_attention_drops_the_same_when_it_is_recomputed():
+    torch._dynamo.reset()
+    leaf, results = [randn(2, 3, 10, 4, grad=True) for _ in range(3)], []
+    again = lambda *a: torch.utils.checkpoint.checkpoint(lambda *a: attention(*a, dropout=0.4), *a, use_reentrant=False)
+    for f in (lambda *a: attention(*a, dropout=0.4), again, torch.compile(again, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(3)
+        y = f(*leaf)
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaf)])
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
 
 
 @pytest.mark.parametrize("attn", CHOICES["attn"])
@@ -673,6 +686,9 @@ def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
     assert torch.equal(wide(y[:, :-1])[:, 1:].argmax(-1), y[:, 2:]) and torch.equal(y[:, :2], x)
     fresh = torch.Generator().manual_seed(8)
     assert not torch.equal(m.generate(idx, 40, 1.0, None, fresh), m.generate(idx, 40, 1.0, None, fresh))
+    before = fresh.get_state()
+    m.generate(idx, 4, 0, generator=fresh)
+    assert torch.equal(fresh.get_state(), before)  # the likeliest token needs no draw
     torch.set_rng_state(state)
     m.train().generate(idx, 4, generator=fresh)
     assert m.training and torch.equal(torch.get_rng_state(), state)  # a generator of its own, and the mode it was in
@@ -1947,6 +1963,8 @@ def test_shaq_generate_in_a_ring_is_position_by_position(preset, memory, mem_len
             if i < 24:
                 logits, ordinary = model(out[:, i:i + 1], state=ordinary)
     torch.testing.assert_close(state, ordinary, rtol=1e-4, atol=1e-5)  # memories in their order again
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in model_py.tensors(state))
+    assert torch.equal(model.generate(prompt, 3, top_k=0)[0], model.generate(prompt, 3)[0])
     assert torch.equal(model.generate(out[:, -1:], 3, 0, state=state)[0], model.generate(out[:, -1:], 3, 0, state=ordinary)[0])
 
 
