@@ -213,6 +213,29 @@ if triton is not None:
         return x
 
     @triton.jit
+    def _grid(t, P: tl.constexpr):
+        """
+        The second half of _across for H_20, in 6 additions instead of 10: GF(9) is a 3 x 3 grid in which chi(x - y) is 1 along rows and
+        columns and -1 elsewhere, so C x = x_0 - sum + 2 (row + column) - 3 x. Tile i of 20 P: i // 2P is 0, or 1 + the place on the grid.
+        """
+        lines = ()  # sums of 3 rows, then of 3 columns, each for 2 P tiles
+        for i in tl.static_range(6 * P):
+            lines = lines + (t[i + (i // (2 * P) * 4 + 2) * P] + t[i + (i // (2 * P) * 4 + 4) * P] + t[i + (i // (2 * P) * 4 + 6) * P],)
+        for i in tl.static_range(6 * P):
+            lines = lines + (t[i + 2 * P] + t[i + 8 * P] + t[i + 14 * P],)
+        n = ()
+        for i in tl.static_range(20 * P):
+            acc = lines[i % (2 * P)] + lines[2 * P + i % (2 * P)] + lines[4 * P + i % (2 * P)]
+            if i >= 2 * P:
+                acc = (t[i % (2 * P)] - acc) - 3 * t[i] + 2 * (lines[(i // (2 * P) - 1) // 3 * 2 * P + i % (2 * P)]
+                                                               + lines[(3 + (i // (2 * P) - 1) % 3) * 2 * P + i % (2 * P)])
+            if (i // P) & 1:
+                n = n + (acc - t[i - P],)
+            else:
+                n = n + (acc + t[i + P],)
+        return n
+
+    @triton.jit
     def _across(t, M: tl.constexpr, P: tl.constexpr, LOG_P: tl.constexpr, SIGNS: tl.constexpr, PAIRS: tl.constexpr):
         "H_M (x) H_P over the tuple of M * P tiles; bit i*M+j of SIGNS is set where H_M[i, j] = -1"
         for s in tl.static_range(LOG_P):
@@ -231,6 +254,9 @@ if triton is not None:
                 else:
                     n = n + (t[i] + t[i + P],)
             t = n
+        if M == 20:
+            t = _grid(t, P)
+        elif PAIRS:
             n = ()
             for i in tl.static_range(M * P):
                 if (i // P) & 1:  # the diagonal block of C is zero; its place takes +-(the other of the pair)
