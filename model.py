@@ -128,15 +128,19 @@ def query_blocks(q):
 
 
 def causal_weights(q, k, i, e, dropout, seed):
-    "P = softmax(q k^T) of query rows i to e against the keys that they see: (N, e - i, n), and what dropout multiplies it with"
-    n = e + k.size(1) - q.size(1)  # keys that row e - 1 sees: the queries are the last of all positions
-    S = torch.bmm(q[:, i:e], k[:, :n].mT)
+    """
+    -> n, the keys that query rows i to e see; those rows over sqrt(w); P = softmax(q k^T / sqrt(w)) of them (N, e - i, n); what dropout
+    multiplies it with
+    """
+    n = e + k.size(1) - q.size(1)  # the queries are the last of all positions
+    q_i = q[:, i:e] * q.size(-1) ** -0.5
+    S = torch.bmm(q_i, k[:, :n].mT)
     S[:, :, n - (e - i):].masked_fill_(torch.ones(e - i, e - i, dtype=torch.bool, device=q.device).triu_(1), -math.inf)
     P = S.softmax(-1, dtype=S.dtype)  # named, or autocast on a GPU would write it in fp32
     if dropout == 0.0:
-        return n, P, None
+        return n, q_i, P, None
     noise = torch.rand(P.shape, device=q.device, generator=torch.Generator(q.device).manual_seed(seed.item() + i))  # again in backward
-    return n, P, (noise >= dropout).to(P.dtype).mul_(1 / (1 - dropout))
+    return n, q_i, P, (noise >= dropout).to(P.dtype).mul_(1 / (1 - dropout))
 
 
 @torch.library.custom_op("model::blocked_attention", mutates_args=())
@@ -152,10 +156,9 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, r: torch.Tensor | None, 
     PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), level with it in fp32, and it takes heads of any width,
     dropout included.
     """
-    q = q * q.size(-1) ** -0.5
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if r is not None else q.new_empty(*q.shape[:2], v.size(-1))
     for i, e in query_blocks(q):
-        n, P, keep = causal_weights(q, k, i, e, dropout, seed)
+        n, _, P, keep = causal_weights(q, k, i, e, dropout, seed)
         P = P if keep is None else P.mul_(keep)
         out[:, i:e] = torch.bmm(P, v[:, :n]) if r is None else torch.bmm(P.mul_(torch.bmm(r[:, i:e], v[:, :n].mT)), u[:, :n])
     return out
@@ -166,12 +169,11 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
                                u: torch.Tensor | None, seed: torch.Tensor | None, out: torch.Tensor,
                                dropout: float) -> list[torch.Tensor]:
     "-> gradients of q, k, v, and of r, u if there are"
-    q = q * q.size(-1) ** -0.5
     dq, dk, dv, dr, du = [torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v),
                           *((None, None) if r is None else (torch.empty_like(r), torch.zeros_like(u)))]
     delta = (g * out).sum(-1, keepdim=True)  # sum over keys of P * dP, in both forms, with or without dropout
     for i, e in query_blocks(q):
-        n, P, keep = causal_weights(q, k, i, e, dropout, seed)
+        n, q_i, P, keep = causal_weights(q, k, i, e, dropout, seed)
         W = P if keep is None else P * keep
         if r is None:
             dv[:, :n].baddbmm_(W.mT, g[:, i:e])
@@ -188,7 +190,7 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
             dP.mul_(keep)
         dS = dP.sub_(delta[:, i:e]).mul_(P)
         dq[:, i:e] = torch.bmm(dS, k[:, :n])
-        dk[:, :n].baddbmm_(dS.mT, q[:, i:e])
+        dk[:, :n].baddbmm_(dS.mT, q_i)
     return [dq.mul_(q.size(-1) ** -0.5), dk, dv] + ([] if r is None else [dr, du])
 
 
