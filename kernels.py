@@ -94,8 +94,9 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
     """
     Symmetric Hadamard matrix of order n, (n, n), entries +1 and -1: H = H^T, H @ H = n * I.
 
-    H_n = H_m (x) H_(2^k), H_m by Paley's first or second construction over a prime, H_(2^k) Sylvester's in natural order, so that
-    H_n (x) H_p is again hadamard_matrix(n * p) when p is a power of two. ValueError for any other n, naming the nearest orders that work.
+    H_n = H_m (x) H_(2^k), H_m by Paley's first or second construction over a prime (H_20: over GF(9)), H_(2^k) Sylvester's in natural
+    order, so that H_n (x) H_p is again hadamard_matrix(n * p) when p is a power of two. ValueError for any other n, naming the nearest
+    orders that work.
     """
     _check_order(n)
     m, c = _split_order(n)
@@ -198,8 +199,8 @@ def _grads_torch(x, dy, scale, n_head, heads_only):
 #     across tiles     H_NT, plain additions of whole tiles in fp32: no shuffles, no shared memory, and no padding for orders like 12.
 # A tile gathers the elements (a, :, c) of a row seen as (A, NT, C), so A > 1 puts the factor across tiles in the middle:
 # H_A (x) H_NT (x) H_C. That is the layer's H for 16 heads of 96 = 12 * 8. A mix over heads alone is NT = h, H_W = I.
-# Floor in 16 bits: 4 bytes an element. Instructions an element on sm_90 (a budget of about 25 keeps up with an H200's memory), from
-# ahead-of-time compilation: 12.7 for d = 1024, 16.2 for 768, and butterflies 26 in fp32, where the budget is twice that.
+# Floor in 16 bits: 4 bytes an element. Instructions an element on sm_90 (27 keep up with nine tenths of an H200's memory), from
+# ahead-of-time compilation: 12.7 for d = 1024, 16.2 for 768, by butterflies 22 to 31; in fp32 the budget is twice that.
 
 if triton is not None:
 
