@@ -54,7 +54,7 @@ from types import SimpleNamespace
 
 from model import (CHOICES, GPT, LAMB, SHAQ, SHAQ_PRESETS, SIZES, Attention, GPTConfig, MemoryAttention,  # noqa: E402
                    SHAQConfig, attention, blocked_attention, detach_state, sample, fold_hadamard, hadamard_heads, load_checkpoint, lr_at,
-                   machine, model_of, param_groups)
+                   machine, model_of, param_groups, tensors)
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is for Linux only")
 ORDERS = [n for n in range(1, 4097) if kernels._split_order(n)]
@@ -1659,10 +1659,6 @@ def memory_attention(double=True, **overrides):
     return attn.double() if double else attn
 
 
-def leaves(state):
-    return [state] if isinstance(state, torch.Tensor) else [t for s in state or () for t in leaves(s)]
-
-
 def attention_loop(attn, h, keys, drop=lambda x: x):
     """The published attention, each gate on its own factor, a query and a head at a time; h sit at the last keys."""
     cfg, (B, T, d), S = attn.config, h.shape, keys.size(1)
@@ -1732,7 +1728,7 @@ def test_shaq_windows_cut_anywhere_give_one_sequence(preset):
                 out, state = model(window, state=detach_state(state))
                 logits.append(out)
             torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-5, atol=1e-5)
-            for a, b in zip(leaves(state), leaves(whole_state), strict=True):
+            for a, b in zip(tensors(state), tensors(whole_state), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -1797,7 +1793,7 @@ def test_shaq_memory_never_exceeds_its_cap(memory, mem_len):
     model.blocks[2].attn.attend = lambda q, m: attended.append((q.size(1), m.size(1))) or attend(q, m)
     for T in (3, 2, 1, 6, 12, 1, 4, 4, 5, 1):
         _, state = model(torch.randint(11, (2, T)), state=detach_state(state))
-        held.append(sum(t.size(1) for t in leaves(detach_state(state)[2][1])))
+        held.append(sum(t.size(1) for t in tensors(detach_state(state)[2][1])))
         assert [s[1] is None for s in state] == [True, True, False, True]
     cap = 0 if memory == "none" else mem_len
     assert max(held) == cap
@@ -1922,10 +1918,10 @@ def test_shaq_state_survives_a_file_and_holds_no_graph(preset, tmp_path):
     model = tiny_shaq(preset, **(dict(mean_window=5, mem_len=8) if preset == "mean_mem" else dict(mem_len=8)))
     idx = torch.randint(11, (2, 40))
     loss, state = model(idx[:, :30], idx[:, 1:31])
-    assert any(t.requires_grad for t in leaves(state))
+    assert any(t.requires_grad for t in tensors(state))
     state = detach_state(state)
-    assert not any(t.requires_grad for t in leaves(state))
-    assert all(t.untyped_storage().nbytes() == t.nbytes for t in leaves(state))     # no view of a longer memory
+    assert not any(t.requires_grad for t in tensors(state))
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors(state))     # no view of a longer memory
     torch.save(state, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert torch.equal(model(idx[:, 30:], state=state)[0], model(idx[:, 30:], state=loaded)[0])
@@ -1963,7 +1959,7 @@ def test_shaq_generate_in_a_ring_is_position_by_position(preset, memory, mem_len
             if i < 24:
                 logits, ordinary = model(out[:, i:i + 1], state=ordinary)
     torch.testing.assert_close(state, ordinary, rtol=1e-4, atol=1e-5)  # memories in their order again
-    assert all(t.untyped_storage().nbytes() == t.nbytes for t in model_py.tensors(state))
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors(state))
     assert torch.equal(model.generate(prompt, 3, top_k=0)[0], model.generate(prompt, 3)[0])
     assert torch.equal(model.generate(out[:, -1:], 3, 0, state=state)[0], model.generate(out[:, -1:], 3, 0, state=ordinary)[0])
 
@@ -1978,7 +1974,7 @@ def test_shaq_generation_is_one_graph(preset):
                              backend=lambda graph, inputs: graphs.append(1) or graph)
         state = model.rings(model(torch.randint(11, (2, 5)))[1], 100)
         for _ in range(12):
-            for old, new in zip(model_py.tensors(state), model_py.tensors(step(torch.randint(11, (2, 1)), state)[1])):
+            for old, new in zip(tensors(state), tensors(step(torch.randint(11, (2, 1)), state)[1])):
                 old.copy_(new)
     assert len(graphs) == 1 and state[model.config.attn_layers[0] - 1][1][1].item() == 17
 
@@ -2013,7 +2009,7 @@ def test_shaq_runs_under_bf16_autocast(preset):
             loss.backward()
             total += loss.item() / 3
     assert loss.dtype == torch.float32 and abs(total - exact.item()) < 0.05
-    assert all(t.dtype == torch.bfloat16 for t in leaves(state[2][1]))              # memory takes half the room
+    assert all(t.dtype == torch.bfloat16 for t in tensors(state[2][1]))              # memory takes half the room
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
