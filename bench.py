@@ -853,7 +853,7 @@ def generate_rows(args, m, copy):
         model.to(m.device, m.dtype)
         _, state = model(torch.randint(205, (1, n), device=m.device))
 
-        def step(model=model, state=model.rings(state, n), token=torch.zeros(1, 1, dtype=torch.int64, device=m.device)):
+        def step(model=model, state=model.rings(state, 0), token=torch.zeros(1, 1, dtype=torch.int64, device=m.device)):
             logits, after = model(token, state=state)
             for old, new in zip(tensors(state), tensors(after)):
                 old.copy_(new)

@@ -193,8 +193,8 @@ def _grads_torch(x, dy, scale, n_head, heads_only):
 
 # -----------------------------------------------------------------------------
 # Triton path. A row of d numbers is cut into NT tiles of W; a program holds R rows of all NT tiles in registers.
-#     inside a tile    H_W, by one tensor-core product with a matrix of +-1 made in registers (16-bit input, 16 rows or more) or by
-#                      butterflies (fp32, or few rows). 16-bit times +-1 is exact and sums are fp32, so nothing is rounded to 16 bits
+#     inside a tile    H_W, by one tensor-core product with a matrix of +-1 made in registers (16-bit input, 16 rows or more,
+#                      d <= 2048) or by butterflies (the rest, and all gradients). 16-bit times +-1 is exact and sums are fp32, so nothing is rounded to 16 bits
 #                      before the very end, which a second tensor-core product would need.
 #     across tiles     H_NT, plain additions of whole tiles in fp32: no shuffles, no shared memory, and no padding for orders like 12.
 # A tile gathers the elements (a, :, c) of a row seen as (A, NT, C), so A > 1 puts the factor across tiles in the middle:
@@ -443,7 +443,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         R = 1 if "few" in kind else max(1, each * 128 // W)
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
-        if bits == 16 and kind in ("forward", "norm") and A * C >= 64 and d <= 2048:  # 2560 spills, on sm_80 and with Triton 3.6
+        if bits == 16 and kind in ("forward", "norm") and A * C >= 64 and d <= 2048:  # 2560: spills, or fills all registers
             inner, R, warps = 2, 16, 4 if d <= 1024 else 8
             W = min(A * C, 64 if d <= 1024 else 128)  # 16 bytes a thread and load
         else:
@@ -632,8 +632,8 @@ _hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
 
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
-    """Whether hadamard_affine_norm is one kernel on a GPU: where a program holds whole rows, and within the instructions that 8 bytes an
-    element allow"""
+    """Whether hadamard_affine_norm is one kernel on a GPU: where a program holds whole rows, and its instructions take less time than the
+    12 bytes an element of two steps"""
     if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
         return False
     plan = _plan(d, n_head, heads_only, 16, "norm")
@@ -682,7 +682,8 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     what the next one starts from, in one pass. rms = True takes RMSNorm.
 
     x (..., d); residual of its shape, any float dtype, often wider; alpha, beta, weight and shift (d,). Returns (y in residual's dtype, its
-    norm in x's). Differentiable to second order in all six. In bf16 it moves 8 bytes an element, the two steps 12.
+    norm in x's). Differentiable to second order in all six. In bf16 it moves 8 bytes an element, two steps 12,
+    which are what other widths take: see hadamard_norm_is_fused.
     """
     d = x.shape[-1]
     if d % n_head or residual.shape != x.shape or any(t is not None and t.shape != (d,) for t in (alpha, beta, weight, shift)):

@@ -622,7 +622,9 @@ def fold_hadamard(model):
     if c.attn_out != "hadamard" or hadamard_heads(c) != c.n_head:
         raise ValueError(f"fold_hadamard takes attn_out='hadamard' with a head count and head width that are Hadamard orders; got "
                          f"attn_out={c.attn_out!r}, {c.n_head} heads of {c.n_embd // c.n_head}")
-    folded = GPT(replace(c, attn_out="head_hadamard")).to(model.wte.weight.device, model.wte.weight.dtype)
+    folded = GPT(replace(c, attn_out="head_hadamard")).to(model.wte.weight.device)
+    for p in folded.parameters():  # not .to(dtype), which would round the tables of angles too
+        p.data = p.data.to(model.wte.weight.dtype)
     folded.load_state_dict(model.state_dict())
     d_h = c.n_embd // c.n_head
     H = hadamard_matrix(d_h, torch.float64, model.wte.weight.device) * d_h ** -0.5

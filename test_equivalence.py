@@ -451,6 +451,7 @@ HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an 
     (90, "norm fp32", "bf16", 1024, 16, True, 20), (90, "norm fp32", "bf16", 2048, 16, False, 31),
     (90, "norm", "bf16", 1536, 16, False, 36), (100, "norm", "bf16", 2048, 16, True, 23), (90, "norm", "bf16", 2048, 16, False, 31),
     (90, "norm", "bf16", 2560, 20, False, 48), (80, "norm fp32", "bf16", 2560, 20, False, 46), (100, "norm", "bf16", 3072, 24, False, 51),
+    (90, "norm", "bf16", 4096, 32, False, 50),
     # heads of 96
     (90, "norm", "bf16", 1536, 16, True, 34), (80, "norm fp32", "bf16", 1536, 16, True, 32), (100, "norm", "bf16", 1536, 16, True, 32),
 ]
