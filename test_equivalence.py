@@ -608,6 +608,10 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     assert x.std() > 0.1 and (x - y).abs().max() < 1e-5 * max(1, x.abs().max())
     assert folded.config.attn_out == "head_hadamard" and not folded.training
     assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
+    for p in m.parameters():
+        p.data = p.data.bfloat16()
+    low = fold_hadamard(m)
+    assert low.wte.weight.dtype == torch.bfloat16 and low.cos.dtype == torch.float32 and error(low(idx), x) < 0.05
 
 
 def test_gpt_fold_hadamard_says_what_it_takes():
