@@ -35,7 +35,7 @@ import train_gpt
 import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
 from model import (GPT, LAMB, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, detach_state, load_checkpoint,
-                   lr_at, machine, model_of, param_groups, peak_flops, tensors)
+                   lr_at, machine, model_of, param_groups, peak_flops)
 from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, progress, run
 
 # -----------------------------------------------------------------------------
@@ -854,10 +854,7 @@ def generate_rows(args, m, copy):
         _, state = model(torch.randint(205, (1, n), device=m.device))
 
         def step(model=model, state=model.rings(state, 0), token=torch.zeros(1, 1, dtype=torch.int64, device=m.device)):
-            logits, after = model(token, state=state)
-            for old, new in zip(tensors(state), tensors(after)):
-                old.copy_(new)
-            token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+            token.copy_(model.advance(token, state).argmax(-1, keepdim=True))
 
         work[preset] = replay(step, m)
     t, rows = timed(work, m, max(7, args.runs)), []

@@ -985,11 +985,8 @@ class SHAQ(nn.Module):
         uniform = draws(max_new_tokens if temperature else 0, idx, generator)
         token, new, u, out, one = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), uniform.new_empty(len(idx), 1), [idx], None
 
-        def step():  # one byte: state, whose tensors stay where they are, is written over
-            logits, after = self(token, state=state)
-            for old, s in zip(tensors(state), tensors(after)):
-                old.copy_(s)
-            new.copy_(sample(logits[:, -1], temperature, top_k, u))
+        def step():
+            new.copy_(sample(self.advance(token, state), temperature, top_k, u))
 
         with evaluating(self):
             for i in range(max_new_tokens):
@@ -1015,7 +1012,15 @@ class SHAQ(nn.Module):
         return [(s, m if block.attn is None else block.attn.ring(m, max(1, min(block.attn.mem_len, m.size(1) + n))))
                 for block, (s, m) in zip(self.blocks, state)]
 
+    def advance(self, token, state):
+        "token (B, 1) -> logits of the next (B, V); state, of rings(), is written over: its tensors stay where they are"
+        logits, after = self(token, state=state)
+        for old, new in zip(tensors(state), tensors(after)):
+            old.copy_(new)
+        return logits[:, -1]
+
     def unrings(self, state):
+        "rings() undone"
         return [(s, m if block.attn is None else block.attn.unring(*m)) for block, (s, m) in zip(self.blocks, state)]
 
     def compile(self, **kw):
