@@ -422,12 +422,15 @@ if triton is not None:
             tl.store(dbeta + out + i * C, tl.sum(db[i], 0))
 
 
+_FEW = 132  # rows, one for each of an H200's multiprocessors: by code half the instructions a warp of 9 programs of 16 rows; not timed
+
+
 @lru_cache(256)
 def _plan(d, n_head, heads_only, bits, kind="forward"):
     """
     Shapes for the kernels above: (constexprs, num_warps), or None where they do not apply and the PyTorch path is taken: a factor m
     above 28, two factors that are no power of two, or heads of fewer than 8 channels. bits: 16 or 32, of one element. kind: "forward",
-    "pre" (the input is scaled first, so it is fp32 by then), "few" (under 16 rows), "grads", "norm", "norm few".
+    "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads", "norm", "norm few".
     """
     (mh, ch), (mi, ci) = _split_order(n_head), (1, 1) if heads_only else _split_order(d // n_head)
     M = mh * mi
@@ -476,7 +479,7 @@ def _rows(*tensors):
 
 def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
     (N, d), (x, alpha, beta, pre) = x.shape, _rows(x, alpha, beta, pre)
-    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N < 16 else "forward" if pre is None else "pre")
+    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N <= _FEW else "forward" if pre is None else "pre")
     out = torch.empty_like(x)
     if N:
         with torch.cuda.device_of(x):  # Triton launches on the current device, which need not be the tensor's
@@ -486,7 +489,7 @@ def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
 
 def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
     (N, d), (x, residual, alpha, beta, weight, shift) = x.shape, _rows(x, residual, alpha, beta, weight, shift)
-    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "norm few" if N < 16 else "norm")
+    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "norm few" if N <= _FEW else "norm")
     out, normed, stats = torch.empty_like(residual), torch.empty_like(x), torch.empty(2, N, dtype=torch.float32, device=x.device)
     if N:
         with torch.cuda.device_of(x):

@@ -304,6 +304,7 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
         return view
 
     monkeypatch.setattr(torch, "empty_like", lambda t: empty(t.shape))
+    monkeypatch.setattr(kernels, "_FEW", 15)  # both plans with small numbers of rows
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     for dtype, N in ((torch.float32, 0), (torch.float32, 1), (torch.float32, 17), (torch.float16, 0), (torch.float16, 15),
                      (torch.float16, 16), (torch.float16, 33)):
@@ -355,8 +356,9 @@ def test_hadamard_affine_norm_is_its_parts(rms):
 
 
 @needs_triton
-def test_hadamard_triton_takes_any_strides():
+def test_hadamard_triton_takes_any_strides(monkeypatch):
     "Gradients come as they come: transposed, expanded from one number"
+    monkeypatch.setattr(kernels, "_FEW", 15)
     H, s = layer_matrix(96, 8, False), torch.randn(40, 192)
     x, v, one = s.t()[:96].t(), torch.randn(192)[::2], torch.ones(1).expand(96)
     assert error(kernels._transform_triton(torch.randn(96, 40).t().copy_(x), v, one, None, 1.0, 8, False),
@@ -370,7 +372,8 @@ def test_hadamard_triton_takes_any_strides():
 @needs_triton
 @pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (96, 8, False), (1536, 16, False), (768, 12, True), (1024, 16, True),
                                                    (1536, 16, True), (96, 4, True), (2560, 20, False)])
-def test_hadamard_norm_triton_is_exact(d, n_head, heads_only):
+def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch):
+    monkeypatch.setattr(kernels, "_FEW", 15)
     assert hadamard_norm_is_fused(d, n_head, heads_only) and not hadamard_norm_is_fused(5120, 40)
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     alpha, beta, weight, shift = (torch.randn(d) for _ in range(4))
@@ -392,7 +395,8 @@ def test_hadamard_norm_triton_is_exact(d, n_head, heads_only):
 
 
 @needs_triton
-def test_hadamard_triton_nan_stays_in_its_row():
+def test_hadamard_triton_nan_stays_in_its_row(monkeypatch):
+    monkeypatch.setattr(kernels, "_FEW", 15)
     for d, n_head, heads_only in ((768, 12, False), (96, 8, False), (768, 12, True)):
         for dtype in (torch.float32, torch.float16):
             x = torch.randn(20, d).to(dtype)
