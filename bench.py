@@ -5,6 +5,7 @@ Every table and figure of the papers, from measurement, with the papers' numbers
     python bench.py compare --variant attn_out=dense --variant attn_out=identity --seeds=5
     python bench.py compare --model=shaq --variant preset=sharnn --variant preset=shaq --set dataset=enwik8,n_embd=256
     python bench.py kernels prefill decode train                speed; one command may name several
+    python bench.py code --sm=90                                machine code of the Triton kernels, no GPU needed: instructions an element
     python bench.py scaling                                     loss against compute, 20 tokens per parameter
     python bench.py eval --ckpt=out/gpt/ckpt.pt --tasks=piqa,hellaswag,openbookqa,arc_easy,blimp
     python bench.py plot                                        figures from the records of all the others
@@ -17,12 +18,16 @@ on a CPU, the papers' on a GPU. python bench.py WHAT --help lists the flags of o
 import ast
 import json
 import math
+import multiprocessing
 import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
@@ -31,6 +36,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import kernels
 import train_gpt
 import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
@@ -700,6 +706,107 @@ def attention_rows(args, m, B, T, d):
     shares(args, m, f"causal attention, B {B}, T {T}, d {d}", dict(op="attention", B=B, T=T, d=d),
            {k: in_turn(forward(f), x[n][:turns[k]]) for k, (f, n, _) in layers.items()},
            {k: in_turn(both(f, ()), x[n][:turns[k]], dy[w]) for k, (f, n, w) in layers.items()}, {}, next(iter(layers)))
+
+
+# -----------------------------------------------------------------------------
+# code: what Triton makes of kernels.py for a GPU that need not be there
+
+ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200 can issue, all threads together, while nine tenths of its memory's
+# rate move one byte: 132 multiprocessors of 4 x 32 lanes
+
+
+def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual="", **flags):
+    """
+    Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, or "pool", "pool backward" with
+    flags of theirs; residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a thread and of shared memory; ops, the opcodes
+    with their modifiers in order; instructions an element in all (each) and in the longest loop (loop); plan. Not in a process that has
+    TRITON_INTERPRET=1.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    rows = f"*{dtype}"
+    if kind.startswith("pool"):
+        fn, warps = kernels._fo_backward_kernel if kind == "pool backward" else kernels._fo_forward_kernel, 1
+        plan = dict(ACT=True, HAS_C0=True, HAS_DH=True, HAS_DC=True, SUMMARY=False, SEGMENTED=False, PTX=True, U=kernels.FO_CHUNK,
+                    D=32 if dtype == "fp32" else 64) | flags
+        types = {n: "*fp32" if n.startswith(("c0", "c_last", "edge", "dc", "sum")) else rows if n.endswith("_ptr") else "i32"
+                 for n in fn.arg_names}
+        elements, odd = plan["U"] * plan["D"], ("B", "T")
+    else:
+        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind)
+        types, odd = dict(x=rows, N="i32", scale="fp32"), ("N", "scale", "eps")
+        elements = plan["R"] * min(d, plan["M"] * plan["P"] * plan["W"])  # of d, not of wider tiles
+        if kind == "grads":
+            fn, types = kernels._hadamard_grads_kernel, types | dict(dy=rows, dalpha="*fp32", dbeta="*fp32")
+        elif "norm" in kind:
+            fn, plan = kernels._hadamard_norm_kernel, plan | dict(RMS=False)
+            types |= dict.fromkeys(("residual", "out"), f"*{residual or dtype}") | dict(normed=rows, eps="fp32")
+            types |= dict.fromkeys(("stats", "alpha", "beta", "weight", "shift"), "*fp32")
+        else:
+            fn, types = kernels._hadamard_kernel, types | dict(out=rows)
+            types |= dict.fromkeys(("pre",) if kind == "pre" else ("alpha", "beta"), "*fp32")
+    index = {name: (i,) for i, name in enumerate(fn.arg_names)}
+    const = {name: plan.get(name) for name in fn.arg_names if name in plan or name not in types}
+    source = ASTSource(fn=fn, signature={n: "constexpr" if n in const else types[n] for n in fn.arg_names},
+                       constexprs={index[n]: v for n, v in const.items()},
+                       attrs={index[n]: [["tt.divisibility", 16]] for n in types if n not in const and n not in odd})
+    cubin = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps)).asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump")
+        usage, text = (subprocess.run([tool, flag, f.name], capture_output=True, text=True, check=True).stdout
+                       for flag in ("-res-usage", "-sass"))
+    found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    lines = [(int(at, 16), op, rest) for at, op, rest in
+             re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", text) if op != "NOP"]
+    jumps = [(int(to[1], 16), at) for at, op, rest in lines if op.startswith("BRA") and (to := re.search(r"0x([0-9a-f]+)", rest))]
+    loop = max(sum(to <= at <= end for at, _, _ in lines) for to, end in jumps if to <= end)
+    each = 32 * warps / elements
+    return SimpleNamespace(registers=found["REG"], stack=found["STACK"] + found["LOCAL"], shared=found["SHARED"], plan=plan,
+                           ops=[op for _, op, _ in lines], each=len(lines) * each, loop=loop * each)
+
+
+def compilers(workers):
+    "Processes for code_of, which must not have the interpreter in the compiler's place"
+    os.environ |= dict(TRITON_INTERPRET="0", TRITON_DEFAULT_FP_FUSION="1")
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+
+
+def bench_code(argv):
+    """Instructions an element in the machine code of the Triton kernels, compiled for a GPU that need not be there, beside what an H200 can
+    issue while the bytes that must move do so at nine tenths of its memory's rate."""
+    args, m = start("code", bench_code.__doc__, argv, ("sm", dict(type=int, default=90, help="compute capability: 80, 90, 100, 120")),
+                    ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072", help="d, those of SIZES")))
+    if kernels.triton is None:
+        die("code needs Triton: pip install triton")
+    dtype = "fp32" if args.dtype == "float32" else "bf16"
+    heads = {c["n_embd"]: c["n_head"] for c in reversed(SIZES.values())}  # the first of a width counts
+    known("--widths", args.widths, heads)
+    args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}"
+    cases = [("hadamard_affine", "forward", False, 2, 0), ("its gradient of x", "pre", False, 2, 0),
+             ("its gradients of alpha and beta, the loop", "grads", False, 2, 1), ("hadamard_affine_norm", "norm", False, 4, 0),
+             ("the same, mixing heads only", "norm", True, 4, 0), ("fo-pool, the loop", "pool", None, 4, 1),
+             ("its gradients, the loop", "pool backward", None, 7, 1)]
+    rows, start_time, n = [], time.perf_counter(), 0
+    with compilers(min(8, os.cpu_count() or 1)) as pool:
+        jobs = [[pool.submit(code_of, kind, args.sm, dtype, *(() if "pool" in kind else (d, heads[d], only)))
+                 for d in (args.widths if "pool" not in kind else args.widths[:1])] for _, kind, only, _, _ in cases]
+        for (name, kind, only, moved, of_loop), row in zip(cases, jobs):
+            cells = []
+            for d, job in zip(args.widths, row):
+                try:
+                    c = job.result()
+                except Exception as e:
+                    die(f"Triton could not compile {name} for sm_{args.sm} ({(str(e).strip() or type(e).__name__).splitlines()[0]})")
+                n += 1
+                progress(n, sum(map(len, jobs)), start_time, "compiling", unit="kernels", scale=1)
+                cells.append(f"{c.loop if of_loop else c.each:.1f}" + ("" if not c.stack else f", {c.stack} bytes spilled"))
+                record(args, kernel=kind, heads_only=only, d=None if "pool" in kind else d, sm=args.sm, dtype=dtype, each=c.each,
+                       loop=c.loop, registers=c.registers, stack=c.stack, shared=c.shared)
+            moved *= 4 if dtype == "fp32" else 2
+            rows.append([name, moved, int(moved * ISSUE)] + cells + [""] * (len(args.widths) - len(cells)))
+    table(args, "Instructions an element", ["kernel", "bytes an element", "instructions allowed", *map(str, args.widths)], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -1380,8 +1487,8 @@ def plot_decode(plt, rows):
         yield f"decode_{size}", fig
 
 
-COMMANDS = dict(params=bench_params, compare=bench_compare, kernels=bench_kernels, prefill=bench_prefill, decode=bench_decode,
-                train=bench_train, scaling=bench_scaling, eval=bench_eval, plot=bench_plot)
+COMMANDS = dict(params=bench_params, compare=bench_compare, kernels=bench_kernels, code=bench_code, prefill=bench_prefill,
+                decode=bench_decode, train=bench_train, scaling=bench_scaling, eval=bench_eval, plot=bench_plot)
 
 
 def main(argv=None):

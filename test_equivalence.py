@@ -10,7 +10,6 @@ import http.server
 import importlib.util
 import json
 import math
-import multiprocessing
 import operator
 import os
 import random
@@ -21,14 +20,10 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import types
 import unittest.mock
 import zipfile
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -405,39 +400,11 @@ def test_hadamard_triton_nan_stays_in_its_row(monkeypatch):
             assert (~y.isfinite().all(1)).nonzero().flatten().tolist() == [3, 17]
 
 
-def compiled(fn, args, const, capability, warps):
-    """
-    Compile kernels.py's Triton kernel named fn for sm_<capability>, no GPU needed, and read the machine code.
-
-    args: {argument: type such as "*bf16", "i32", "fp32", or None}; const: {constexpr: value}. Pointers are taken as 16-byte aligned, as
-    PyTorch's are. Returns registers and stack bytes a thread, and a Counter of opcodes, NOP left out, with their modifiers.
-    """
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    fn = getattr(kernels, fn)
-    index = {name: (i,) for i, name in enumerate(fn.arg_names)}
-    const = const | {name: None for name, kind in args.items() if kind is None}
-    signature = {name: "constexpr" if name in const else args[name] for name in fn.arg_names}
-    aligned = {index[name]: [["tt.divisibility", 16]] for name, kind in signature.items() if kind.startswith("*")}
-    source = ASTSource(fn=fn, signature=signature, constexprs={index[name]: value for name, value in const.items()}, attrs=aligned)
-    cubin = kernels.triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps)).asm["cubin"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(cubin)
-        f.flush()
-        tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump")
-        usage, code = (subprocess.run([tool, flag, f.name], capture_output=True, text=True, check=True).stdout
-                       for flag in ("-res-usage", "-sass"))
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.a-z_]*)", code))
-    return types.SimpleNamespace(registers=registers, stack=stack, opcodes=Counter({k: n for k, n in opcodes.items() if k != "NOP"}))
-
-
 @pytest.fixture
 def compilers(tmp_path, monkeypatch):
-    "Processes that compile: this one has the interpreter in the compiler's place"
-    for name, value in dict(TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION="1").items():
-        monkeypatch.setenv(name, value)
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # what bench.compilers() sets; it comes back after the test
+    with bench.compilers(2) as pool:
         yield pool
 
 
@@ -463,34 +430,20 @@ HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an 
 
 @needs_triton
 def test_hadamard_machine_code_has_no_spills_and_few_instructions(compilers):
-    jobs = []
-    for sm, kind, dtype, d, n_head, heads_only, ceiling in HADAMARD_CODE:
-        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind.split()[0])
-        args = dict(x=f"*{dtype}", N="i32", scale="fp32")
-        if kind == "grads":
-            args |= dict(dy=f"*{dtype}", dalpha="*fp32", dbeta="*fp32")
-        elif "norm" in kind:
-            plan = plan | dict(RMS=False)
-            args |= (dict.fromkeys(("residual", "out"), "*fp32" if "fp32" in kind else f"*{dtype}") | dict(normed=f"*{dtype}")
-                     | dict.fromkeys(("stats", "alpha", "beta", "weight", "shift"), "*fp32") | dict(eps="fp32"))
-        else:
-            args |= (dict(out=f"*{dtype}", alpha="*fp32", beta="*fp32", pre=None) if kind != "pre" else
-                     dict(out=f"*{dtype}", alpha=None, beta=None, pre="*fp32"))
-        name = dict(grads="_hadamard_grads_kernel", norm="_hadamard_norm_kernel").get(kind.split()[0], "_hadamard_kernel")
-        jobs.append(compilers.submit(compiled, name, args, plan, sm, warps))
+    jobs = [compilers.submit(bench.code_of, kind.removesuffix(" fp32"), sm, dtype, d, n_head, heads_only, "fp32" if "fp32" in kind else "")
+            for sm, kind, dtype, d, n_head, heads_only, ceiling in HADAMARD_CODE]
     faults = []
     for what, job in zip(HADAMARD_CODE, jobs):
         sm, kind, dtype, d, n_head, heads_only, ceiling = what
-        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind.split()[0])
         code = job.result()
-        each = code.opcodes.total() * 32 * warps / (plan["R"] * min(d, plan["M"] * plan["P"] * plan["W"]))  # of d, not of wider tiles
-        spills = sum(n for op, n in code.opcodes.items() if op.startswith(("LDL", "STL")))
-        wide = [sum(n for op, n in code.opcodes.items() if op.startswith(mem) and ".128" in op) for mem in ("LDG", "STG")]
-        print(what, f"{each:.1f} instructions an element, {code.registers} registers, stack {code.stack}, {wide} wide")
-        if code.stack or spills or each > ceiling:
-            faults.append((what, each, code.stack, spills))
-        if kind.split()[0] in ("forward", "norm") and dtype != "fp32" and d <= 2048 and min(wide) < plan["M"] * plan["P"]:
+        wide = [sum(op.startswith(memory) and ".128" in op for op in code.ops) for memory in ("LDG", "STG")]
+        print(what, f"{code.each:.1f} instructions an element, {code.registers} registers, stack {code.stack}, {wide} wide")
+        if code.stack or code.each > ceiling or any(op.startswith(("LDL", "STL")) for op in code.ops):
+            faults.append((what, code.each, code.stack))
+        if kind.split()[0] in ("forward", "norm") and dtype != "fp32" and d <= 2048 and min(wide) < code.plan["M"] * code.plan["P"]:
             faults.append((what, "loads or stores of fewer than 16 bytes", wide))
+        if kind == "grads" and not 0 < code.loop < code.each:
+            faults.append((what, "no loop found", code.loop))
     assert not faults
 
 
@@ -1541,70 +1494,21 @@ def test_fopool_errors_are_one_line():
         assert "\n" not in str(error.value)
 
 
-# Compiled ahead of time, no GPU: nothing may spill, registers stay under a ceiling, and no global load is narrower than
-# the 4 bytes (two bf16 or one fp32) that a thread takes of each step. Own processes: no interpreter there.
-FO_AOT = r"""
-import os, re, subprocess, sys, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-import MODULE as kernels
-tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
-
-def build(kernel, dtype, D, arch, **flags):
-    values = dict(ACT=True, HAS_C0=True, HAS_DH=True, HAS_DC=True, SUMMARY=False, SEGMENTED=False, PTX=True,
-                  U=kernels.FO_CHUNK, D=D) | flags
-    signature, constants, attrs = {}, {}, {}
-    for n, name in enumerate(kernel.arg_names):
-        if name in values:
-            signature[name], constants[(n,)] = "constexpr", values[name]
-            continue
-        state = name in ("c0_ptr", "c_last_ptr", "edge_ptr", "dc_last_ptr", "dc0_ptr", "sum_ptr")
-        signature[name] = ("*fp32" if state else "*" + dtype) if name.endswith("_ptr") else "i32"
-        if name not in ("B", "T"):
-            attrs[(n,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(ASTSource(kernel, signature, constants, attrs), target=GPUTarget("cuda", arch, 32),
-                              options=dict(num_warps=1))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tools + "/cuobjdump", "--dump-resource-usage", file.name], capture_output=True,
-                               text=True, check=True).stdout
-        sass = subprocess.run([tools + "/nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-    found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
-    code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", sass)
-    return found, code
-
-for arch, dtype, flags in CASES:
-    D = 64 if dtype == "bf16" else 32
-    for kernel, banks, ceiling in ((kernels._fo_forward_kernel, 3, 160), (kernels._fo_backward_kernel, 4, 255)):
-        found, code = build(kernel, dtype, D, arch, **flags)
-        loads = [c for c in code if c.startswith("LDG.E")]
-        narrow = [c for c in loads if re.search(r"\.[US](8|16)\b", c)]
-        print(arch, dtype, kernel.__name__, flags, found, len(code), "instructions,",
-              round(len(code) / kernels.FO_CHUNK / (D // 32), 1), "an element,", len(loads), "loads")
-        assert found["STACK"] == found["LOCAL"] == found["SHARED"] == 0, found
-        assert found["REG"] <= ceiling, found
-        assert not any(c.startswith(("LDL", "STL")) for c in code)
-        assert not narrow and len(loads) >= (banks - flags.get("SUMMARY", False)) * kernels.FO_CHUNK, loads
-print("AOT OK")
-"""
-
-
-def test_fopool_compiles_ahead_of_time_without_spills(tmp_path):
-    cases = [[(90, "bf16", {}), (90, "bf16", dict(SUMMARY=True)), (90, "bf16", dict(SEGMENTED=True))],
-             [(90, "fp32", {}), (80, "bf16", {}), (100, "bf16", {})]]
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= dict(TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION="1",
-                PYTHONPATH=os.path.dirname(os.path.abspath(kernels.__file__)))
-    runs = []
-    for part in cases:
-        code = FO_AOT.replace("MODULE", kernels.__name__).replace("CASES", repr(part))
-        runs.append(subprocess.Popen([sys.executable, "-c", code], env=env, text=True,
-                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-    for out, err in [run.communicate() for run in runs]:
-        assert "AOT OK" in out, out + err
-        print(out)
+@needs_triton
+def test_fopool_machine_code_has_no_spills_and_wide_loads(compilers):
+    "No stack, no shared memory, registers under a ceiling, no global load narrower than the 4 bytes that a thread takes of each step"
+    cases = [(90, "bf16", {}), (90, "bf16", dict(SUMMARY=True)), (90, "bf16", dict(SEGMENTED=True)), (90, "fp32", {}), (80, "bf16", {}),
+             (100, "bf16", {})]
+    kinds = (("pool", 3, 160), ("pool backward", 4, 255))
+    jobs = [(case, kind, compilers.submit(bench.code_of, kind[0], *case[:2], **case[2])) for case in cases for kind in kinds]
+    for (sm, dtype, flags), (kind, banks, ceiling), job in jobs:
+        code = job.result()
+        loads = [op for op in code.ops if op.startswith("LDG.E")]
+        print(kind, sm, dtype, flags, f"the loop {code.loop:.1f} instructions an element, {code.registers} registers, {len(loads)} loads")
+        assert code.stack == code.shared == 0 and code.registers <= ceiling
+        assert not any(op.startswith(("LDL", "STL")) or op.startswith("LDG") and re.search(r"\.[US](8|16)\b", op) for op in code.ops)
+        assert len(loads) >= (banks - flags.get("SUMMARY", False)) * kernels.FO_CHUNK
+        assert flags or code.loop <= {"pool": 40, "pool backward": 70}[kind] * (1.35 if dtype == "fp32" else 1)
 
 
 FO_RACE = """
