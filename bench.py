@@ -358,7 +358,7 @@ class Trainer:
             self.length, self.at, self.state = (len(data.train) - 1) // self.B, 0, None
             if self.length < self.T or self.T < 5:
                 die(f"bptt={self.T}: expected 5 or more, and at most the {self.length:,} tokens of one of {self.B} streams")
-            if not s.get("max_steps"):
+            if s.get("max_steps") is None:
                 s["max_steps"] = math.ceil(s["epochs"] * self.length / (0.975 * self.T))
             self.optimizer = (LAMB(self.model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"]) if s["optimizer"] == "lamb" else
                               torch.optim.AdamW(self.model.parameters(), lr=s["lr"], betas=(0.9, 0.999), weight_decay=s["weight_decay"],
@@ -464,8 +464,8 @@ def paper_quality(kind, t):
     "What the papers print for this variant, whatever data they had it from"
     if kind == "shaq":
         return f"{ABLATIONS[t.s['preset']][2]} bpc"
-    row, out = PERPLEXITY.get(t.s["size"]), t.model.config.attn_out
-    return f"ppl {row[1 if out == 'dense' else 2]}" if row and out in OUTS[:2] else None
+    size, out = t.s["size"], t.model.config.attn_out
+    return f"ppl {PERPLEXITY[size][1 + OUTS.index(out)]}" if size in PERPLEXITY and out in OUTS[:2] else None
 
 
 def bench_compare(argv):
@@ -477,16 +477,18 @@ def bench_compare(argv):
         ("model", dict(choices=["gpt", "shaq"], default="gpt", help="train_gpt.py's recipe and model, or train_shaq.py's")),
         ("variant", dict(action="append", help='name=value,.. of the model or its recipe; repeat the flag. "" is the default model. '
                                                "Without any: the four output projections, or sharnn and shaq")),
-        ("set", dict(help="name=value,.. for all variants (on a CPU, where not given, a model of seconds)")),
+        ("set", dict(help="name=value,.. for all variants (where not given, runs of seconds on a CPU, minutes on a GPU)")),
         ("seeds", dict(type=int, default=5, help="how many")), ("seed", dict(type=int, default=1, help="the first")),
         ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
         ("points", dict(type=int, default=10, help="evaluations a run")),
         ("compile", dict(type=flag01, default=torch.cuda.is_available(), help="torch.compile (default 1 on a GPU)")))
     kind = args.model
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
-    small = dict(gpt="n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,max_steps=100,warmup_steps=10,eval_tokens=8192",
-                 shaq="n_embd=64,bptt=64,max_steps=100,warmup_steps=10,eval_tokens=8192")[kind]
-    common = settings(kind, args.set if args.set is not None else small if m.device.type == "cpu" else "", "--set")
+    small = dict(gpt=("n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,max_steps=100,warmup_steps=10,eval_tokens=8192",
+                      "size=nano,max_steps=1000,eval_tokens=65536"),
+                 shaq=("n_embd=64,bptt=64,max_steps=100,warmup_steps=10,eval_tokens=8192",
+                       "n_embd=256,bptt=128,lr=4e-3,warmup_steps=50,max_steps=1000,mem_len=512,dropout=0,eval_tokens=65536"))[kind]
+    common = settings(kind, small[m.device.type != "cpu"] if args.set is None else args.set, "--set")
     variants = [settings(kind, t, "--variant") for t in texts]
     if args.seeds < 1 or args.points < 1 or len(texts) < 2:
         die("compare needs two --variant flags or more, --seeds and --points of 1 or more")
@@ -506,12 +508,11 @@ def bench_compare(argv):
         return Trainer(kind, v, data, m, seed, given, args.compile)
 
     # how many steps each takes
-    steps, trainers = [], [make(v, args.seed) for v in variants]
+    trainers = [make(v, args.seed) for v in variants]
     base = trainers[0]
     if args.equal == "time":
         t = timed({i: t.step for i, t in enumerate(trainers)}, m, rounds=5, least=0.0)
-        t = [np.median(t[i]) for i in range(len(trainers))]
-        steps = [max(1, round(base.steps * t[0] / t[i])) for i in range(len(trainers))]
+        steps = [max(1, round(base.steps * np.median(t[0]) / np.median(t[i]))) for i in t]
     elif args.equal == "flops":
         steps = [max(1, round(base.steps * base.flops / t.flops)) for t in trainers]
     else:
@@ -612,8 +613,7 @@ def shares(args, m, title, fields, forward, training, floors, compare_with, time
                 row += [None] * 3
                 continue
             share = floors[name][i] / floors["copy"][0] * median[0]["copy"] / median[i][name] if name in floors else None
-            row += [spread(t[i][name]), share and f"{share:.2f}",
-                    f"{median[i][compare_with] / median[i][name]:.2f}" if compare_with in median[i] else None]
+            row += [spread(t[i][name]), share and f"{share:.2f}", f"{median[i][compare_with] / median[i][name]:.2f}"]
             record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), share_of_copy=share, **fields)
         rows.append(row)
     speedup = f"times {compare_with}"
@@ -677,11 +677,11 @@ def pool_rows(args, m, B, T, H):
               slow: (pool_loop, [g[:, :short].contiguous() for g in gates], ())}
     grads = {slow: [g[:, :short].contiguous() for g in dh]}
 
-    n, turns = B * T * H, {k: min(len(r), len(dh)) for k, (_, r, _) in layers.items()}
+    n = B * T * H
     shares(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
            dict(op="fo_pool", B=B, T=T, H=H),
-           dict(copy=in_turn(lambda x, y: y.copy_(x), x, dh)) | {k: in_turn(forward(f), r[:turns[k]]) for k, (f, r, _) in layers.items()},
-           {k: in_turn(both(f, w), r[:turns[k]], grads.get(k, dh)) for k, (f, r, w) in layers.items()},
+           dict(copy=in_turn(lambda x, y: y.copy_(x), x, dh)) | {k: in_turn(forward(f), r) for k, (f, r, _) in layers.items()},
+           {k: in_turn(both(f, w), r, grads.get(k, dh)) for k, (f, r, w) in layers.items()},
            # three logits read, h written; backward: logits and dh read, three gradients written
            {"copy": (2 * n,), "fo-pool": (4 * n, 11 * n), slow: (4 * n, 11 * n)}, next(k for k in layers if "LSTM" in k), {slow: T / short})
 
@@ -702,10 +702,9 @@ def attention_rows(args, m, B, T, d):
               "dva, PyTorch's operator": (split(sdpa, 1, *dva), 4, 2), "dva, all T x T in memory": (split(plain, 1, *dva), 4, 2),
               "dva_outer": (split(lambda q, k, r, v, u: attention(q, k, v, r, u), 1, d, d, d, d, d), 5, 1)}
     x, dy = ({n: ring(lambda n=n: torch.randn(B, T, n * d, device=m.device).to(m.dtype)) for n in ns} for ns in ((3, 4, 5), (1, 2)))
-    turns = {k: min(len(x[n]), len(dy[w])) for k, (_, n, w) in layers.items()}
     shares(args, m, f"causal attention, B {B}, T {T}, d {d}", dict(op="attention", B=B, T=T, d=d),
-           {k: in_turn(forward(f), x[n][:turns[k]]) for k, (f, n, _) in layers.items()},
-           {k: in_turn(both(f, ()), x[n][:turns[k]], dy[w]) for k, (f, n, w) in layers.items()}, {}, next(iter(layers)))
+           {k: in_turn(forward(f), x[n]) for k, (f, n, _) in layers.items()},
+           {k: in_turn(both(f, ()), x[n], dy[w]) for k, (f, n, w) in layers.items()}, {}, next(iter(layers)))
 
 
 # -----------------------------------------------------------------------------
@@ -896,11 +895,12 @@ def bench_decode(argv):
     args, m = start("decode", bench_decode.__doc__, argv, *speed_flags(gpu, "2048" if gpu else "8", "1" if gpu else "32"),
                     ("new_tokens", dict(type=int, default=64 if gpu else 16, help="steps after the first token")),
                     ("presets", dict(type=names, default="sharnn,shaq", help="of SHAQ, byte by byte")))
-    n, rows, copy = args.new_tokens, [], bandwidth(m)
+    n, rows, todo = args.new_tokens, [], cases(args)
     if n < 1:
         die(f"--new_tokens={n}: expected 1 or more")
     known("--presets", args.presets, [p for p, c in SHAQ_PRESETS.items() if "memory" not in c])  # whose step is always the same
-    for size, B, T, compiled in cases(args):
+    copy = bandwidth(m)
+    for size, B, T, compiled in todo:
         if compiled:
             fresh_compiler()
         first, eager, graph, peak, models, cache = {}, {}, {}, {}, {}, None
@@ -1018,8 +1018,8 @@ def bench_train(argv):
     for kind, vocabulary, variants in groups:
         if args.compile:
             fresh_compiler()
-        data, trainers = random_text(common.get("vocab_size", vocabulary) if kind == "gpt" else vocabulary, 2**22), {}
-        memory = {}
+        data = random_text(common.get("vocab_size", vocabulary) if kind == "gpt" else vocabulary, 2**22)
+        trainers, memory = {}, {}
         for name, v in variants.items():
             trainers[name] = t = Trainer(kind, v, data, m, 1, compiled=args.compile)
             t.step(0)
@@ -1029,28 +1029,26 @@ def bench_train(argv):
             if kind == "shaq":  # full memory from here on: what a long run sees
                 for i in range(min(8, math.ceil(t.model.config.mem_len / t.T)) if args.gpu else 0):
                     t.step(2 + i)
-        seconds, tokens = {}, {n: t.step_tokens for n, t in trainers.items()}
-        if kind == "shaq":  # windows differ in length, but step i of all variants is the same window
-            tokens = {n: sum(train_shaq.window_length(1, i, t.T) for i in range(3, 3 + args.rounds)) / args.rounds * t.B
-                      for n, t in trainers.items()}
+        tokens = {n: t.step_tokens if kind == "gpt" else  # windows differ in length, but step i of all variants is the same window
+                  sum(train_shaq.window_length(1, i, t.T) for i in range(3, 3 + args.rounds)) / args.rounds * t.B
+                  for n, t in trainers.items()}
         seconds = timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0)
+        rates = {n: tokens[n] / (s.mean() if kind == "shaq" else np.median(s)) for n, s in seconds.items()}
+        hours = {n: ABLATIONS[n][0] if kind == "shaq" else None for n in rates}
         for name, s in seconds.items():
-            mid, t = (s.mean() if kind == "shaq" else np.median(s)), trainers[name]
-            rate = tokens[name] / mid
-            hours = ABLATIONS[name][0] if kind == "shaq" else None
-            paper = 90e6 / (hours * 3600) if hours else None
+            t, rate = trainers[name], rates[name]
+            paper = 90e6 / (hours[name] * 3600) if hours[name] else None
             rows.append((name, f"{t.params:,}", f"{tokens[name]:,.0f}", "compiled" if args.compile else "eager",
                          spread(s), paper and f"{paper:,.0f}", f"{rate:,.0f}", paper and f"{rate / paper:.2f} times",
                          f"{rate * t.flops / peak:.1%}", memory[name] and f"{memory[name]:,.0f}"))
             record(args, model=kind, variant=name, seconds=s.tolist(), tokens=tokens[name], tokens_per_s=rate, mfu=rate * t.flops / peak,
                    peak_mib=memory[name], params=t.params, compiled=args.compile)
-        ratio = {n: tokens[n] / (s.mean() if kind == "shaq" else np.median(s)) for n, s in seconds.items()}
-        base = next(iter(ratio))
-        for name in list(ratio)[1:]:
-            paper = ABLATIONS[base][0] / ABLATIONS[name][0] if kind == "shaq" and ABLATIONS[base][0] and ABLATIONS[name][0] else None
+        base, *others = rates
+        for name in others:
+            paper = hours[base] / hours[name] if hours[base] and hours[name] else None
             if name == "dva_book":
                 paper = 1 / (1 - 0.376)  # 15 min 47 s -> 9 min 51 s
-            x = ratio[name] / ratio[base]
+            x = rates[name] / rates[base]
             ratios.append((f"{name} against {base}", paper and f"{paper:.2f}", f"{x:.2f}", signed(x - paper if paper else None),
                            f"{1 / x - 1:+.1%}"))
         del trainers, t
@@ -1064,7 +1062,7 @@ def bench_train(argv):
 
 
 def slope(x, y):
-    "Fit log y = a + s log x -> (s, its standard error from the residuals; None for two points), (s, a)"
+    "Fit log y = a + s log x -> (s, its standard error from the residuals; None for fewer than four points), (s, a)"
     line = np.polyfit(np.log(x), np.log(y), 1)
     error = np.polyfit(np.log(x), np.log(y), 1, cov=True)[1][0, 0] ** 0.5 if len(x) > 3 else None
     return line[0], error, line
@@ -1077,7 +1075,8 @@ def bench_scaling(argv):
     gpu = torch.cuda.is_available()
     args, m = start(
         "scaling", bench_scaling.__doc__, argv,
-        ("sizes", dict(type=names, default="tiny,small" if gpu else "1x16,2x16,2x24,2x32", help="names of sizes, or layers x width")),
+        ("sizes", dict(type=names, default="2x64,3x96,4x128,4x192" if gpu else "1x16,2x16,2x24,2x32",
+                       help="names of sizes, or layers x width")),
         ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
         ("set", dict(default="", help="name=value,.. for all (on a CPU batches of 2048 tokens, T 128, where not given)")),
         ("tokens_per_param", dict(type=float, default=20.0, help="compute-optimal: 20")),
@@ -1117,8 +1116,7 @@ def bench_scaling(argv):
                       file=sys.stderr)
         for out in args.variants:
             mean, error = paired([loss[out, size, s] for s in seeds], [loss[args.variants[0], size, s] for s in seeds])
-            i = 0 if out == "dense" else 1
-            paper = PERPLEXITY[size][1 + i] if size in PERPLEXITY and out in OUTS[:2] else None
+            paper = PERPLEXITY[size][1 + OUTS.index(out)] if size in PERPLEXITY and out in OUTS[:2] else None
             ours = np.mean([loss[out, size, s] for s in seeds])
             rows.append((size, out, f"{compute[out, size]:.3g}", paper and f"{paper:.2f}", f"{math.exp(ours):.2f}",
                          signed(paper and math.exp(ours) - paper), f"{ours:.4f}",
@@ -1340,15 +1338,16 @@ def read_logs(paths):
     for path in paths:
         try:
             with open(path, encoding="utf-8") as f:
-                first, *lines = map(json.loads, f)
+                first, *lines = (json.loads(line) for line in f if line.endswith("\n"))  # the last may be cut short
             c, minutes, curve = first["settings"], 0.0, []
             for r in lines:
                 minutes += r.get("ms", 0.0) / 60e3
                 if "bits_per_byte" in r:
                     curve.append((minutes, r["step"], r["bits_per_byte"]))
+            curve[0]  # IndexError, a LookupError
             rows.append(dict(name=c.get("preset") or first["config"]["attn_out"], hardware=first["machine"], run="", curve=curve))
         except (OSError, ValueError, LookupError):
-            die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py")
+            die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py, or holds no evaluation yet")
     return rows
 
 
@@ -1433,10 +1432,9 @@ def plot_heatmap(plt, rows):
         batches, lengths = (sorted({r[k] for r in mine}) for k in ("batch", "T"))
         title, name = f"{size}, {'compiled' if compiled else 'eager'}", f"prefill_{size}{'_compiled' if compiled else ''}"
         if len(batches) > 1 and len(lengths) > 1:
-            shown = [o for o in ("hadamard", "head_hadamard", "identity") if any(r["variant"] == o for r in mine)]
-            fig, axes = plt.subplots(1, len(shown), figsize=(5 * len(shown), 4), layout="constrained", squeeze=False)
+            fig, axes = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
             limit = max(abs(r["gain"]) for r in mine) * 100 or 1
-            for ax, out in zip(axes[0], shown):
+            for ax, out in zip(axes, OUTS[1:]):
                 gain = {(r["batch"], r["T"]): r["gain"] * 100 for r in mine if r["variant"] == out}
                 grid = np.array([[gain.get((b, t), np.nan) for t in lengths] for b in batches])
                 image = ax.imshow(grid, cmap="PuOr", vmin=-limit, vmax=limit, origin="lower", aspect="auto")

@@ -429,8 +429,8 @@ _FEW = 132  # rows, one for each of an H200's multiprocessors: by code half the 
 def _plan(d, n_head, heads_only, bits, kind="forward"):
     """
     Shapes for the kernels above: (constexprs, num_warps), or None where they do not apply and the PyTorch path is taken: a factor m
-    above 28, two factors that are no power of two, or heads of fewer than 8 channels. bits: 16 or 32, of one element. kind: "forward",
-    "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads", "norm", "norm few".
+    above 28, two factors that are no power of two, or a mix over heads whose width is no multiple of 8. bits: 16 or 32, of one element.
+    kind: "forward", "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads", "norm", "norm few".
     """
     (mh, ch), (mi, ci) = _split_order(n_head), (1, 1) if heads_only else _split_order(d // n_head)
     M = mh * mi
@@ -719,10 +719,6 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
 FO_CHUNK = 16
 
 
-def _fo_state_dtype(dtype):
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _fo_spans(B, T, H):
     """How the CPU cuts time: [(t, K, L)], K chunks of L steps from step t on, walked side by side.
 
@@ -768,7 +764,7 @@ def _fo_forward_torch(z, f, o, c0, act):
     c + p * (the state before the chunk) is what it would have been, and the states before chunks follow one by one.
     """
     B, T, H = z.shape
-    state, spans = _fo_state_dtype(z.dtype), _fo_spans(B, T, H)
+    state, spans = torch.promote_types(z.dtype, torch.float32), _fo_spans(B, T, H)
     most = max([K * (L + 1) for _, K, L in spans], default=0) * B * H
     h = z.new_empty(B, T, H)
     edges = z.new_empty(-(-T // FO_CHUNK), B, H, dtype=state)
@@ -1042,7 +1038,7 @@ if triton is not None:
 
     def _fo_forward_triton(z, f, o, c0, act):
         """_fo_forward_torch on a GPU; on a CPU too, if TRITON_INTERPRET=1 was set before the import."""
-        (B, T, H), state = z.shape, _fo_state_dtype(z.dtype)
+        (B, T, H), state = z.shape, torch.promote_types(z.dtype, torch.float32)
         h = z.new_empty(B, T, H)
         c_last = z.new_empty(B, H, dtype=state)
         edges = z.new_empty(triton.cdiv(T, FO_CHUNK), B, H, dtype=state)
@@ -1094,7 +1090,7 @@ def _fo_op(banks, c0):
 def _(banks, c0):
     B, T, H = banks[0].shape
     H = H // 3 if len(banks) == 1 else H
-    x, state = banks[0], _fo_state_dtype(banks[0].dtype)
+    x, state = banks[0], torch.promote_types(banks[0].dtype, torch.float32)
     return (x.new_empty(B, T, H), x.new_empty(B, H, dtype=state),
             x.new_empty((T + FO_CHUNK - 1) // FO_CHUNK, B, H, dtype=state))
 
@@ -1132,10 +1128,11 @@ _fo_op.register_autograd(_fo_autograd, setup_context=_fo_setup_context)
 
 
 def _fo_pool(name, banks, H, c0):
-    x, state = banks[0], _fo_state_dtype(banks[0].dtype)
+    x = banks[0]
     if not x.is_floating_point() or x.dtype.itemsize == 1 or any(b.dtype != x.dtype for b in banks):
         raise TypeError(f"{name}: inputs must share one of float16, bfloat16, float32, float64, "
                         f"got {', '.join(str(b.dtype) for b in banks)}; cast them first, e.g. with .to(torch.float32)")
+    state = torch.promote_types(x.dtype, torch.float32)
     if c0 is not None and (c0.shape != (x.size(0), H) or c0.dtype != state):
         raise ValueError(f"{name}: c0 must be {state} of shape ({x.size(0)}, {H}), got {c0.dtype} of shape "
                          f"{tuple(c0.shape)}; pass the c_last of the window before, or None for zeros")

@@ -481,11 +481,11 @@ class GPT(nn.Module):
             return self.lm_head(x)
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
-    def new_cache(self, batch, length=None, dtype=None):
+    def new_cache(self, batch, length=None):
         "Empty KV cache: one (2, B, h, length, d_h) tensor a layer, k and v; 3 for dva: k, v, k_R"
         c, w = self.config, self.wte.weight
         shape = (2 if c.attn == "mha" else 3, batch, c.n_head, length or c.block_size, c.n_embd // c.n_head)
-        return [torch.zeros(shape, device=w.device, dtype=dtype or w.dtype) for _ in range(c.n_layer)]
+        return [torch.zeros(shape, device=w.device, dtype=w.dtype) for _ in range(c.n_layer)]
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None, use_cache=True):
         """
@@ -1098,12 +1098,8 @@ class LAMB(torch.optim.Optimizer):
                 raise ValueError(f"LAMB: got a parameter in {p.dtype}, expected fp32; use autocast for 16 bits")
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """One update of every parameter that has a gradient. Returns closure()'s loss, or None."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self):
+        """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             w = [p for p in group["params"] if p.grad is not None]
             if not w:
@@ -1127,7 +1123,6 @@ class LAMB(torch.optim.Optimizer):
             trust = torch.where((w_norm > 0) & (step_norm > 0), (w_norm / step_norm).clamp(min=group["min_trust"]), 1.0)
             torch._foreach_mul_(step, trust.unbind())
             torch._foreach_add_(w, step, alpha=-group["lr"])            # w = w - lr trust step
-        return loss
 
 
 # -----------------------------------------------------------------------------

@@ -150,6 +150,17 @@ def write_atomic(path, write):
                 os.close(fd)
 
 
+def write_or_warn(path, write):
+    """write_atomic, but a full disk costs the file, not the run -> whether it was written."""
+    try:
+        write_atomic(path, write)
+        return True
+    except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
+        print(f"warning: could not write {path} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]}); "
+              f"{'the one before it stays' if os.path.exists(path) else 'free some space'}", file=sys.stderr)
+        return False
+
+
 def progress(done, total, t0, what, start=0, unit="MB", scale=1e6):
     """One line on stderr: a terminal sees it overwritten ten times a second, a log file gets one every ten seconds.
 
@@ -364,7 +375,6 @@ class Tokens:
 class Dataset:
     """A prepared data set; meta is meta.json as a dict. bits/byte = nats/token / ln 2 / bytes_per_token."""
     name: str
-    dir: str
     tokenizer: str
     vocab_size: int
     bytes_per_token: float  # of the validation split
@@ -394,7 +404,7 @@ def load_dataset(name, data_dir="data"):
         counts = {s: len(t) for s, t in splits.items()}
         if counts != meta["tokens"] or meta["vocab_size"] != VOCAB_SIZE[meta["tokenizer"]]:
             raise ValueError
-        return Dataset(name, folder, meta["tokenizer"], meta["vocab_size"], meta["bytes"]["val"] / len(splits["val"]),
+        return Dataset(name, meta["tokenizer"], meta["vocab_size"], meta["bytes"]["val"] / len(splits["val"]),
                        splits["train"], splits["val"], splits.get("test"), meta)
     except (ValueError, KeyError, TypeError, AttributeError):
         die(f"{path} does not describe the .bin files beside it; type: {hint}")

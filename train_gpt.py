@@ -12,7 +12,6 @@ Nothing random is kept from step to step: batches and dropout are functions of (
 import argparse
 import os
 import platform
-import sys
 import time
 from dataclasses import asdict, fields
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from kernels import hadamard_path
 from model import (CHOICES, GPT, SIZES, GPTConfig, evaluating, hadamard_heads, load_checkpoint, lr_at, machine, param_groups, peak_flops)
-from prepare_data import Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, run, write_atomic
+from prepare_data import Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, run, write_or_warn
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; whatever is typed counts.
@@ -63,7 +62,7 @@ def parse():
     add("--max_minutes", type=number(float, 0),
         help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 3 for nano, else 0)")
     add("--lr", type=number(float, 0), help="peak learning rate")
-    add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10)")
+    add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10; nano 1e-4)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
     add("--warmup_steps", type=number(int, 0), help="linear warm-up (default 1 in 50 steps)")
     add("--weight_decay", type=number(float, 0), help="of matrices (default 0.1)")
@@ -206,11 +205,12 @@ def main():
     # optimiser
     optimizer = torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"], eps=1e-8,
                                   fused=m.device.type != "mps")
-    first = 0
+    first, evaluated = 0, None
     if ckpt:
         model.load_state_dict(ckpt["model"])
         optimizer.load_state_dict(ckpt["optimizer"])
         first = ckpt["step"]
+        evaluated = first if ckpt.get("evaluated", True) else None  # a signal can have come just before an evaluation
     if s["compile"]:
         model.compile()  # in place: the checkpoint's keys stay as they are
     net = (torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None)
@@ -232,15 +232,9 @@ def main():
         say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
 
     def save(step):
-        state = dict(kind="GPT", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, settings=s,
-                     data=source, versions=versions)
-        try:
-            write_atomic(path, lambda f: torch.save(state, f))
-            return True
-        except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
-            print(f"warning: could not write {path} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]}); "
-                  f"{'the one before it stays' if os.path.exists(path) else 'free some space'}", file=sys.stderr)
-            return False
+        state = dict(kind="GPT", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
+                     evaluated=evaluated == step, settings=s, data=source, versions=versions)
+        return write_or_warn(path, lambda f: torch.save(state, f))
 
     # loop
     clock, val, saved = time.perf_counter(), None, True
@@ -248,14 +242,15 @@ def main():
     step = first
     while True:
         last = step >= s["max_steps"]
-        if last or (step % s["eval_interval"] == 0 and step > first) or step == 0:
+        if last or (step % s["eval_interval"] == 0 and step != evaluated):
             val = evaluate(model, data.val, s["eval_tokens"], micro, m, s["eval_windows"])
             bits = val / np.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per token, perplexity {np.exp(val):.2f}, "
                 f"{bits:.4f} bits per byte")
             if m.rank == 0:
                 log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits)
-                saved = save(step) if step > first or last else saved
+                evaluated = step
+                saved = save(step) if step or last else saved
             clock = time.perf_counter()
         if last:
             break

@@ -16,7 +16,6 @@ import argparse
 import math
 import os
 import platform
-import sys
 import time
 from dataclasses import asdict, fields
 
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, evaluating, load_checkpoint, lr_at, machine, peak_flops
-from prepare_data import Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, run, write_atomic
+from prepare_data import Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, run, write_or_warn
 
 # -----------------------------------------------------------------------------
 # Settings. On a GPU the published ones; on a CPU a model that learns something in three minutes.
@@ -117,7 +116,7 @@ def evaluate(model, tokens, eval_tokens, s, m, streams=16):
     total, streams = min(len(tokens) - 1, eval_tokens), min(streams, max(1, len(tokens) // 64))
     length = total // streams
     if length < 1:
-        die(f"{len(tokens):,} tokens are too few to evaluate on")
+        die(f"{total:,} tokens are too few to evaluate {streams} streams on: raise --eval_tokens, or prepare more text")
     mine = range(m.rank, streams, m.world) if streams >= m.world else range(streams)
     state, loss, T = None, 0.0, s["bptt"]
     with evaluating(model), m.autocast():
@@ -157,10 +156,8 @@ def main():
         m.dtype = getattr(torch, ckpt["settings"]["dtype"])
     stored = ckpt["settings"] | ckpt["config"] if ckpt else {}
     if stage2:
-        for name in ("max_steps", "epochs", "out_dir", "lr", "min_lr", "schedule"):
-            stored.pop(name, None)
-        stored = stored | dict(epochs=5, lr=ckpt["settings"]["lr"] / 2, schedule="constant", max_steps=None)
-        stored = {k: v for k, v in stored.items() if k not in typed}
+        stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None)
+        stored = {k: v for k, v in stored.items() if k not in typed and k not in ("out_dir", "min_lr")}
     s, c = settle(typed, stored, m)
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
@@ -194,7 +191,7 @@ def main():
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=s["lr"], betas=(0.9, 0.999), weight_decay=s["weight_decay"],
                                       fused=m.device.type != "mps")
-    first, at, epoch, best, state, minutes = 0, 0, 0, math.inf, None, 0.0
+    first, at, epoch, best, state, minutes, evaluated = 0, 0, 0, math.inf, None, 0.0, None
     try:
         if ckpt:
             model.load_state_dict(ckpt["model"])
@@ -204,12 +201,13 @@ def main():
         optimizer.load_state_dict(ckpt["optimizer"])
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = take(ckpt["state"], streams, m.device)
+        evaluated = first if ckpt.get("evaluated", True) else None  # a signal can have come just before an evaluation
     if s["compile"]:
         model.compile()
     net = (torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None)
            if m.world > 1 else model)
     per_epoch = length / (0.975 * s["bptt"])
-    if not s.get("max_steps"):
+    if s.get("max_steps") is None:
         s["max_steps"] = math.ceil(s["epochs"] * per_epoch)
     for name, default in (("min_lr", s["lr"] / 10), ("eval_interval", max(1, round(min(per_epoch, s["max_steps"] / 20))))):
         s.setdefault(name, default)
@@ -235,31 +233,26 @@ def main():
         if m.rank:
             return True
         content = dict(kind="SHAQ", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, at=at, epoch=epoch,
-                       best=best, minutes=minutes, state=whole, settings=s, data=source, versions=versions)
-        try:
-            write_atomic(where, lambda f: torch.save(content, f))
-            return True
-        except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
-            print(f"warning: could not write {where} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]}); "
-                  f"{'the one before it stays' if os.path.exists(where) else 'free some space'}", file=sys.stderr)
-            return False
+                       best=best, minutes=minutes, evaluated=evaluated == step, state=whole, settings=s, data=source, versions=versions)
+        return write_or_warn(where, lambda f: torch.save(content, f))
 
     # loop
     clock, saved, spent, counted = time.perf_counter(), True, 0.0, 0
     step = first
     while True:
         last = step >= s["max_steps"]
-        if last or step == 0 or (step % s["eval_interval"] == 0 and step > first):
+        if last or (step % s["eval_interval"] == 0 and step != evaluated):
             val = evaluate(model, data.val, s["eval_tokens"], s, m)
             bpc = val / math.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per token, perplexity {math.exp(val):.2f}, "
                 f"{bpc:.4f} bits per byte (bpc)")
             if m.rank == 0:
                 log(step=step, val_loss=val, perplexity=math.exp(val), bits_per_byte=bpc, minutes=minutes)
+            evaluated = step
             if val < best:
                 best = val
                 saved = (step == 0 or save(step, best_path)) and saved
-            if step > first or last:
+            if step or last:
                 saved = save(step, path)
             clock = time.perf_counter()
         if last:
@@ -301,12 +294,12 @@ def main():
             f"norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(left)} left")
         if m.rank == 0:
             log(step=step, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, minutes=minutes)
+        minutes += dt / 60
         if stopping:
             if save(step + 1, path):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
                     + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={s['out_dir']}"))
             raise SystemExit(130)
-        minutes += dt / 60
         step += 1
         if step == 25 and s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:  # the mean over processes: all decide alike
             s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
