@@ -106,9 +106,8 @@ def rope(x, cos, sin):
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     if x.device.type == "cpu":  # one pass as a complex product: 5 times faster forward and backward than the four real ones
         y = torch.view_as_real(torch.view_as_complex(y) * torch.complex(cos, sin))
-    else:  # torch.compile fuses these into one pass, and would not fuse complex numbers
-        a, b = y.unbind(-1)
-        y = torch.stack((a * cos - b * sin, a * sin + b * cos), -1)
+    else:  # torch.compile makes one pass of this and one of its gradient; of complex numbers it would not, nor of pairs unbound
+        y = y * cos[..., None] + y.flip(-1) * torch.stack((-sin, sin), -1)
     return y.flatten(-2).to(x.dtype)
 
 
@@ -278,10 +277,9 @@ class Attention(nn.Module):
         "x (B, T, d) -> (B, T, d); with residual and norm: residual + that, and its norm, in one pass. at: x's places in cache"
         B, T, d = x.shape
         qkv = self.c_attn(x).view(B, T, -1, d // self.n_head)                            # (B, T, 3h or 5h, d_h)
-        if table is not None:
-            qk, rest = qkv.split((2 * self.n_head, qkv.size(2) - 2 * self.n_head), 2)
-            qkv = torch.cat((rope(qk, *table), rest), 2)
-        q, k, v, *more = qkv.transpose(1, 2).split(self.n_head, 1)                       # (B, h, T, d_h) each
+        qk, rest = qkv.split((2 * self.n_head, qkv.size(2) - 2 * self.n_head), 2)
+        qk = qk if table is None else rope(qk, *table)
+        q, k, v, *more = (y for t in (qk, rest) for y in t.transpose(1, 2).split(self.n_head, 1))  # (B, h, T, d_h) each
         k_r, q_r = more or (None, None)
         if cache is not None:  # keys and values of all tokens so far; cache is (2 or 3, B, h, positions, d_h)
             cache[:, :, :, at] = torch.stack((k, v, k_r)[:len(cache)]).to(cache.dtype)  # one write: torch.compile would copy all for two
@@ -350,7 +348,7 @@ class Block(nn.Module):
         return x + self.mlp(n)
 
 
-HEAD_LOGITS = 2**26  # module-level, as torch.compile cannot read an attribute of a Function
+HEAD_LOGITS = 2**26  # on a GPU four times as many; module-level, as torch.compile cannot read an attribute of a Function
 
 
 class HeadLoss(torch.autograd.Function):
@@ -359,11 +357,12 @@ class HeadLoss(torch.autograd.Function):
     may follow, which forward cannot see by itself.
 
     By slices of rows, each slice's gradients made at once while its logits are there: of all N x V logits no more than HEAD_LOGITS numbers
-    ever exist, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary: 40 GB).
+    ever exist, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary: 40 GB). Compiled,
+    one kernel reads a slice's logits and writes their gradients, both in 16 bits.
     """
     @staticmethod
     def forward(ctx, x, weight, targets, grads):
-        n, dtype = max(1, HEAD_LOGITS // len(weight)), product_dtype(x)
+        n, dtype = max(1, HEAD_LOGITS * (1 if x.device.type == "cpu" else 4) // len(weight)), product_dtype(x)
         x_, w_ = x.to(dtype), weight.to(dtype)
         grads = grads and any(ctx.needs_input_grad)
         loss, dx, dw = 0.0, torch.empty_like(x_) if grads else None, None
@@ -373,8 +372,11 @@ class HeadLoss(torch.autograd.Function):
             lse = logits.logsumexp(-1, keepdim=True)
             loss = loss + (lse - logits.gather(1, target)).sum()
             if grads:
-                p = logits.sub_(lse).exp_()                                              # softmax
-                p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
+                if torch.compiler.is_compiling():  # one kernel; a scatter would write and read all of p in fp32 before it
+                    p = (logits - lse).exp() - (target == torch.arange(len(weight), device=x.device)).to(logits.dtype)
+                else:
+                    p = logits.sub_(lse).exp_()                                          # softmax
+                    p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
                 p = (p / len(x)).to(dtype)                                               # d loss / d logits
                 torch.mm(p, w_, out=dx[i:i + n])
                 part = p.T @ x_[i:i + n]
