@@ -16,6 +16,7 @@ on a CPU, the papers' on a GPU. python bench.py WHAT --help lists the flags of o
 [1] Aggarwal and Kumar, arXiv:2603.08343v2 (v1 where said)   [2] Dynamic Value Attention   [3] Bharwani et al., SHAQ
 """
 import ast
+import contextlib
 import json
 import math
 import multiprocessing
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import partial
@@ -766,10 +768,12 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
                            ops=[op for _, op, _ in lines], each=len(lines) * each, loop=loop * each)
 
 
+@contextlib.contextmanager
 def compilers(workers):
     "Processes for code_of, which must not have the interpreter in the compiler's place"
-    os.environ |= dict(TRITON_INTERPRET="0", TRITON_DEFAULT_FP_FUSION="1")
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    with (unittest.mock.patch.dict(os.environ, TRITON_INTERPRET="0", TRITON_DEFAULT_FP_FUSION="1"),
+          ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool):
+        yield pool
 
 
 def bench_code(argv):
@@ -780,9 +784,11 @@ def bench_code(argv):
     if kernels.triton is None:
         die("code needs Triton: pip install triton")
     dtype = "fp32" if args.dtype == "float32" else "bf16"
-    heads = {c["n_embd"]: c["n_head"] for c in reversed(SIZES.values())}  # the first of a width counts
-    known("--widths", args.widths, heads)
-    args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}"
+    heads = {}
+    for c in SIZES.values():
+        heads.setdefault(c["n_embd"], c["n_head"])
+    known("--widths", map(str, args.widths), [str(d) for d in heads])
+    args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}, torch {torch.__version__}"
     cases = [("hadamard_affine", "forward", False, 2, 0), ("its gradient of x", "pre", False, 2, 0),
              ("its gradients of alpha and beta, the loop", "grads", False, 2, 1), ("hadamard_affine_norm", "norm", False, 4, 0),
              ("the same, mixing heads only", "norm", True, 4, 0), ("fo-pool, the loop", "pool", None, 4, 1),

@@ -404,7 +404,6 @@ def test_hadamard_triton_nan_stays_in_its_row(monkeypatch):
 @pytest.fixture
 def compilers(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_INTERPRET", "0")  # what bench.compilers() sets; it comes back after the test
     with bench.compilers(2) as pool:
         yield pool
 
@@ -2758,6 +2757,7 @@ def test_bench_run_shows_its_progress_and_takes_the_line_back(bench_data, monkey
 
 
 @pytest.mark.parametrize("argv", [
+    pytest.param(["code", "--widths=768", "--sm=80"], marks=needs_triton),
     ["kernels", "--widths=64,96", "--rows=32", "--pool=2x8x16", "--heads=2x8x24", "--rounds=1"],
     ["prefill", "--sizes=nano", "--batch=1", "--T=4,8", "--runs=2"],
     ["decode", "--sizes=nano", "--batch=1", "--T=2,4", "--new_tokens=2", "--runs=2"],
@@ -2781,6 +2781,8 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
     if argv[0] == "train":
         assert {"gpt2_book", "dva_book", "sharnn", "shaq"} <= {r["variant"] for r in rows}
         assert "dva_book against gpt2_book | 1.60" in "".join(tables)
+    if argv[0] == "code":
+        assert all(0 < r["loop"] <= r["each"] for r in rows if "pool" in r["kernel"] or r["kernel"] == "grads") and len(rows) == 7
     if argv[0] == "scaling":
         assert sum("val_loss" in r for r in rows) == 12 and sum("exponent" in r for r in rows) == 2
 
@@ -2794,7 +2796,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys):
         (["prefill", "--sizes=tny"], "did you mean tiny?"), (["kernels", "--widths=71"], "nearest that work"),
         (["compare", "--variant=preset=shak", "--variant=", "--model=shaq"], "did you mean shaq?"),
         (["kernels", "--pool=3"], "expected BxTxH"), (["kernels", "--heads=1x8x16"], "a multiple of 12"),
-        (["plot", f"--records={tmp_path}"], "error: "),
+        (["code", "--widths=100"], "'100' is none of 256, 768"), (["plot", f"--records={tmp_path}"], "error: "),
         (["eval", f"--ckpt={tmp_path}/none"], "error: "), (["train", "--rounds=x"], "--rounds")):
         fails(capsys, lambda: bench.main(argv), words, status=2 if argv[-1:] == ["--rounds=x"] else 1)
 
