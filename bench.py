@@ -15,6 +15,7 @@ on a CPU, the papers' on a GPU. python bench.py WHAT --help lists the flags of o
 
 [1] Aggarwal and Kumar, arXiv:2603.08343v2 (v1 where said)   [2] Dynamic Value Attention   [3] Bharwani et al., SHAQ
 """
+import argparse
 import ast
 import contextlib
 import json
@@ -104,6 +105,13 @@ def start(what, doc, argv, *flags):
     args.what, args.run, args.gpu = what, time.strftime("%Y-%m-%d %H:%M:%S"), m.device.type == "cuda"
     args.hardware, args.git = hardware(m), git_commit()
     return args, m
+
+
+def on_gpu(argv):
+    "Whether a command will run on a GPU, for the defaults of its flags"
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--device", default="auto")
+    return torch.cuda.is_available() and parser.parse_known_args(argv)[0].device in ("auto", "cuda")
 
 
 def hardware(m):
@@ -483,7 +491,7 @@ def bench_compare(argv):
         ("seeds", dict(type=int, default=5, help="how many")), ("seed", dict(type=int, default=1, help="the first")),
         ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
         ("points", dict(type=int, default=10, help="evaluations a run")),
-        ("compile", dict(type=flag01, default=torch.cuda.is_available(), help="torch.compile (default 1 on a GPU)")))
+        ("compile", dict(type=flag01, default=on_gpu(argv), help="torch.compile (default 1 on a GPU)")))
     kind = args.model
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
     small = dict(gpt=("n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,max_steps=100,warmup_steps=10,eval_tokens=8192",
@@ -559,7 +567,7 @@ def bench_kernels(argv):
     """hadamard_affine against a dense product, alpha * x + beta and a copy; fo-pool against an LSTM, a loop and a copy; attention with one
     wide head against 12. Share of copy: the bytes that must move, over the time taken, over the same of a copy in the same run. One read
     and one write would be 1."""
-    gpu = torch.cuda.is_available()
+    gpu = on_gpu(argv)
     args, m = start(
         "kernels", bench_kernels.__doc__, argv,
         ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072" if gpu else "768,1024,2048", help="d")),
@@ -857,7 +865,7 @@ def cases(args):
 def bench_prefill(argv):
     """A prompt through the model, logits of every position out, as the memory of the paper's table 3 says that it did. Share of the gain:
     of what identity, no mix at all, gains over dense, how much the variant does."""
-    gpu = torch.cuda.is_available()
+    gpu = on_gpu(argv)
     args, m = start("prefill", bench_prefill.__doc__, argv, *speed_flags(gpu, "1024" if gpu else "8", "64" if gpu else "128"))
     rows = []
     for size, B, T, compiled in cases(args):
@@ -897,7 +905,7 @@ def bench_decode(argv):
     """Greedy decoding with a static KV cache. First token: the prompt through the model. Then --new_tokens steps, on a GPU launched one
     kernel after another (eager) and captured whole in a CUDA graph. Floor: every weight and the cached keys and values read once a step,
     at the bandwidth of a copy in this run. After that SHAQ, byte by byte."""
-    gpu = torch.cuda.is_available()
+    gpu = on_gpu(argv)
     args, m = start("decode", bench_decode.__doc__, argv, *speed_flags(gpu, "2048" if gpu else "8", "1" if gpu else "32"),
                     ("new_tokens", dict(type=int, default=64 if gpu else 16, help="steps after the first token")),
                     ("presets", dict(type=names, default="sharnn,shaq", help="of SHAQ, byte by byte")))
@@ -993,7 +1001,7 @@ def random_text(vocab_size, n):
 
 def bench_train(argv):
     "Forward, backward and update of every variant of the three models on random tokens, interleaved: their ratios are of the same minutes."
-    gpu = torch.cuda.is_available()
+    gpu = on_gpu(argv)
     args, m = start(
         "train", bench_train.__doc__, argv,
         ("sizes", dict(type=names, default="tiny" if gpu else "nano", help="of the four output projections")),
@@ -1078,7 +1086,7 @@ def bench_scaling(argv):
     """Each size trained on 20 tokens per parameter; loss against compute (6 N D, as the paper counts), and the exponent of loss ~ C^s. Its
     error: from the residuals of the fit, and by resampling seeds (runs of one seed share data and initial values, so differences are
     paired)."""
-    gpu = torch.cuda.is_available()
+    gpu = on_gpu(argv)
     args, m = start(
         "scaling", bench_scaling.__doc__, argv,
         ("sizes", dict(type=names, default="2x64,3x96,4x128,4x192" if gpu else "1x16,2x16,2x24,2x32",

@@ -1,6 +1,6 @@
 """
 The papers' claims and the scripts' promises, executable. No GPU needed: the Triton kernels run here in Triton's interpreter, on CPU
-tensors, and are compiled ahead of time for three GPUs, whose machine code is then read.
+tensors, and are compiled ahead of time for three GPUs, whose machine code is then read. Where there is a GPU they run on it.
 """
 import contextlib
 import copy
@@ -69,6 +69,36 @@ def layer_matrix(d, n_head, heads_only):
     "The layer's normalised H by its definition, float64"
     inner = torch.eye(d // n_head, dtype=torch.float64) if heads_only else hadamard_matrix(d // n_head, torch.float64)
     return torch.kron(hadamard_matrix(n_head, torch.float64), inner) * (n_head if heads_only else d) ** -0.5
+
+
+def on_gpu(f):
+    """f, of CPU tensors, run on a GPU: their storages are taken there whole, so that strides and what lies around them stay, and come back
+    with what f wrote"""
+    def call(*args):
+        taken = {}
+
+        def there(a):
+            if not isinstance(a, torch.Tensor):
+                return a
+            storage = a.untyped_storage()
+            if storage.data_ptr() not in taken:
+                here = torch.empty(0, dtype=torch.uint8).set_(storage)
+                taken[storage.data_ptr()] = here, here.to("cuda")
+            moved = taken[storage.data_ptr()][1].untyped_storage()
+            return torch.empty(0, dtype=a.dtype, device=moved.device).set_(moved, a.storage_offset(), a.size(), a.stride())
+
+        if any(isinstance(a, torch.Tensor) and a.is_cuda for a in args):  # called by an operator, on a GPU already
+            return f(*args)
+        out = f(*map(there, args))
+        for here, moved in taken.values():
+            here.copy_(moved)
+        return tuple(t.cpu() for t in out) if isinstance(out, tuple) else None if out is None else out.cpu()
+    return call
+
+
+if torch.cuda.is_available() and kernels.triton is not None:
+    for name in ("_transform_triton", "_norm_triton", "_grads_triton", "_fo_forward_triton", "_fo_backward_triton"):
+        setattr(kernels, name, on_gpu(getattr(kernels, name)))
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +308,7 @@ TRITON_LAYERS = [(64, 1, False), (1024, 1, False), (96, 1, False), (768, 12, Fal
 
 def poisoned(x):
     "A copy of x in the middle of a larger buffer of NaN -> (copy, buffer)"
-    buffer = torch.full((x.numel() + 8192,), math.nan, dtype=x.dtype)
+    buffer = torch.full((x.numel() + 8192,), math.nan, dtype=x.dtype, device=x.device)
     view = buffer[4096:4096 + x.numel()].view(x.shape)
     view.copy_(x)
     return view, buffer
@@ -289,12 +319,12 @@ def poisoned(x):
 def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_only, monkeypatch):
     buffers = []
 
-    def empty(shape):
-        view, buffer = poisoned(torch.full(shape, math.nan, dtype=x.dtype))
-        buffers.append((shape, buffer))
+    def empty(t):
+        view, buffer = poisoned(torch.full(t.shape, math.nan, dtype=t.dtype, device=t.device))
+        buffers.append((t.shape, buffer))
         return view
 
-    monkeypatch.setattr(torch, "empty_like", lambda t: empty(t.shape))
+    monkeypatch.setattr(torch, "empty_like", empty)
     monkeypatch.setattr(kernels, "_FEW", 15)  # both plans with small numbers of rows
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     for dtype, N in ((torch.float32, 0), (torch.float32, 1), (torch.float32, 17), (torch.float16, 0), (torch.float16, 15),
@@ -356,7 +386,8 @@ def test_hadamard_triton_takes_any_strides(monkeypatch):
                  v * (x.double() @ H) * 96 ** 0.5 + 1) < 1e-6
     plan, warps = kernels._plan(96, 8, False, 32, "grads")  # 2 programs, 3 blocks of rows each
     rows, dy, part = torch.randn(5 * plan["R"] + 1, 96), torch.randn(5 * plan["R"] + 1, 96), torch.empty(2, 2, 96)
-    kernels._hadamard_grads_kernel[(2, kernels._columns(plan))](rows, dy, part[0], part[1], len(rows), 1.0, **plan, num_warps=warps)
+    launch = lambda *t: kernels._hadamard_grads_kernel[(2, kernels._columns(plan))](*t, len(rows), 1.0, **plan, num_warps=warps)
+    (on_gpu(launch) if torch.cuda.is_available() else launch)(rows, dy, part[0], part[1])
     dalpha, dbeta = part.sum(1)
     assert error(dalpha, (dy.double() * (rows.double() @ H)).sum(0) * 96 ** 0.5) < 1e-6 and error(dbeta, dy.double().sum(0)) < 1e-6
     dalpha, dbeta = kernels._grads_triton(x, x * 2, 1.0, 8, False)
