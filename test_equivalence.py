@@ -51,6 +51,8 @@ from model import (CHOICES, GPT, LAMB, SHAQ, SHAQ_PRESETS, SIZES, Attention, GPT
                    SHAQConfig, attention, blocked_attention, detach_state, sample, fold_hadamard, hadamard_heads, load_checkpoint, lr_at,
                    machine, model_of, param_groups, tensors)
 
+GPU = torch.device("cuda")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is for Linux only")
 ORDERS = [n for n in range(1, 4097) if kernels._split_order(n)]
 LAYERS = [(64, 1, False), (48, 1, False), (96, 8, False), (1536, 16, False), (48, 12, True), (96, 4, True)]  # width, heads, heads_only
@@ -104,6 +106,7 @@ if torch.cuda.is_available() and kernels.triton is not None:
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")  # a run on a GPU, in an earlier test, has set another
 
 
 # -----------------------------------------------------------------------------
@@ -2340,6 +2343,82 @@ def test_train_shaq_two_processes_are_one(text_data):
     assert len(one[0]) == 6 and all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two))
     a, b = (tensors(torch.load(text_data / out / "ckpt.pt", weights_only=True)["state"]) for out in ("one", "two"))
     assert len(a) == len(b) and all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a, b))  # the streams in their order
+
+# -----------------------------------------------------------------------------
+# What only a GPU can show: its own paths, from the operators to a training run, against a CPU's
+
+
+@needs_gpu
+@pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (1536, 16, False), (2560, 20, False), (1024, 16, True)])
+def test_gpu_hadamard_rounds_once(d, n_head, heads_only):
+    H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
+    for N in (1, 132, 1000):
+        x, dy = (torch.randn(N, d, device=GPU).bfloat16() for _ in range(2))
+        leaf = [x.requires_grad_(), *(torch.randn(d, device=GPU, requires_grad=True) for _ in range(2))]
+        y = hadamard_affine(*leaf, n_head, heads_only)
+        dx, dalpha, dbeta = (t.cpu() for t in torch.autograd.grad(y, leaf, dy))
+        x, alpha, beta, dy = (t.detach().cpu().double() for t in (*leaf, dy))
+        for out, exact in ((y.detach().cpu(), alpha * (x @ H) + beta), (dx, (alpha * dy) @ H)):
+            assert error(out, exact) <= 1.02 * error(exact.bfloat16(), exact), (N, scale)
+        assert error(dalpha, (dy * (x @ H)).sum(0)) < 1e-5 and error(dbeta, dy.sum(0)) < 1e-5
+
+
+@needs_gpu
+def test_gpu_pool_is_a_cpus():
+    for B, T, H in ((2, 37, 33), (1, 3000, 64), (64, 100, 1024)):
+        inputs, dh, dc = _fo_inputs(B, T, H, True, torch.float32)
+        results = []
+        for device in ("cpu", GPU):
+            leaf = [t.detach().to(device).requires_grad_() for t in inputs]
+            h, c = kernels.qrnn_pool(*leaf)
+            results.append([t.detach().cpu() for t in (h, c, *torch.autograd.grad((h, c), leaf, (dh.to(device), dc.to(device))))])
+        assert all(error(a, b.double()) < 1e-5 for a, b in zip(*results))
+
+
+@needs_gpu
+@pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn_out="head_hadamard", norm="rmsnorm", pos="learned"),
+                                    dict(attn="dva", n_head=1, n_embd=320), dict(attn="dva_outer")])
+def test_gpu_gpt_is_a_cpus_eager_and_compiled_and_generates_the_same(config):
+    torch._dynamo.reset()
+    cpu, idx, results = make(scale=2.0, **config), torch.randint(0, 97, (2, 16)), []
+    for device, compiled in (("cpu", False), (GPU, False), (GPU, True)):
+        m = copy.deepcopy(cpu).to(device)
+        loss = (torch.compile(m, fullgraph=True) if compiled else m)(idx.to(device), idx.to(device))
+        loss.backward()
+        results.append([loss.detach().cpu(), *(p.grad.cpu() for p in m.parameters())])
+    assert all(error(a, b.double()) < 1e-3 for other in results[1:] for a, b in zip(other, results[0]))
+    prompt = idx[:, :3].to(GPU)
+    for temperature in (0, 1.0):  # each token one CUDA graph, or the whole window afresh
+        a, b = (m.generate(prompt, 30, temperature, 20, torch.Generator().manual_seed(1), use_cache=cached) for cached in (True, False))
+        assert torch.equal(a, b)
+
+
+@needs_gpu
+@pytest.mark.parametrize("preset", ["sharnn", "shaq", "mean_mem"])
+def test_gpu_shaq_is_a_cpus_and_generates_byte_by_byte(preset):
+    cpu, ids, results = tiny_shaq(preset, mem_len=20, mean_window=8), torch.randint(11, (2, 30)), []
+    for device in ("cpu", GPU):
+        m, state = copy.deepcopy(cpu).to(device).train(), None
+        for x in ids.to(device).split(10, dim=1):
+            loss, state = m(x, x, state)
+            state = detach_state(state)
+        loss.backward()
+        results.append([loss.detach().cpu(), *(t.cpu() for t in tensors(state)), *(p.grad.cpu() for p in m.parameters())])
+    assert all(error(a, b.double()) < 1e-2 for a, b in zip(*results))  # cuDNN's LSTM is TF32
+    out, state = m.eval().generate(ids[:, :5].to(GPU), 30, temperature=0)
+    logits, again = m(out[:, :-1].split(1, dim=1)[0])
+    for x in out[:, 1:-1].split(1, dim=1):
+        logits, again = m(x, state=again)
+    assert torch.equal(logits[:, -1].argmax(-1), out[:, -1])
+    assert all(error(a.cpu(), b.detach().cpu().double()) < 1e-2 for a, b in zip(tensors(state), tensors(again)))
+
+
+@needs_gpu
+def test_gpu_training_run_is_a_cpus(train, tmp_path):
+    flags = "--dropout=0", "--attn_out=hadamard"
+    cpu, gpu = losses(train(*flags, out="cpu")[3]), losses(train(*flags, "--device=cuda", "--compile=1", out="gpu")[3])
+    assert all(a == pytest.approx(b, abs=1e-2) for a, b in zip(gpu, cpu))
+
 
 # -----------------------------------------------------------------------------
 # prepare_data.py: tokens come back, damage and bad input end in one line, nothing half-written stays
