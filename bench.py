@@ -11,7 +11,8 @@ Every table and figure of the papers, from measurement, with the papers' numbers
     python bench.py plot                                        figures from the records of all the others
 
 Each prints Markdown tables and appends its records to out/bench/WHAT.jsonl, one JSON object a line. Without flags the sizes are small
-on a CPU, the papers' on a GPU. python bench.py WHAT --help lists the flags of one.
+on a CPU and the papers' on a GPU, but for compare and scaling, which train: there they take minutes. python bench.py WHAT --help lists
+the flags of one.
 
 [1] Aggarwal and Kumar, arXiv:2603.08343v2 (v1 where said)   [2] Dynamic Value Attention   [3] Bharwani et al., SHAQ
 """
@@ -29,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import unittest.mock
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import partial
@@ -110,7 +110,7 @@ def start(what, doc, argv, *flags):
 def on_gpu(argv):
     "Whether a command will run on a GPU, for the defaults of its flags"
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", nargs="?", default="auto")  # without a value: the command's own parser will say so
     return torch.cuda.is_available() and parser.parse_known_args(argv)[0].device in ("auto", "cuda")
 
 
@@ -197,13 +197,13 @@ def signed(value, form="{:+.2f}", suffix=""):
     return None if value is None else form.format(value) + suffix
 
 
-CACHE = 2**28 if torch.cuda.is_available() else 2**27  # bytes that hardly a last-level cache of today holds
+CACHE = 2**27  # bytes that hardly a last-level cache of today holds, nor twice as many that of a GPU
 
 
 def ring(make):
     "Equal tensors, random, together larger than the cache (at most 64 of them)"
     first = make()
-    return [first] + [make() for _ in range(min(63, CACHE // first.nbytes + 1))]
+    return [first] + [make() for _ in range(min(63, CACHE * (2 if first.is_cuda else 1) // first.nbytes + 1))]
 
 
 def in_turn(f, *rings):
@@ -760,10 +760,10 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
                        constexprs={index[n]: v for n, v in const.items()},
                        attrs={index[n]: [["tt.divisibility", 16]] for n in types if n not in const and n not in odd})
     cubin = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps)).asm["cubin"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(cubin)
-        f.flush()
-        tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump")
+    tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump" + (".exe" if os.name == "nt" else ""))
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "cubin"), "wb") as f:
+            f.write(cubin)
         usage, text = (subprocess.run([tool, flag, f.name], capture_output=True, text=True, check=True).stdout
                        for flag in ("-res-usage", "-sass"))
     found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
@@ -779,9 +779,14 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
 @contextlib.contextmanager
 def compilers(workers):
     "Processes for code_of, which must not have the interpreter in the compiler's place"
-    with (unittest.mock.patch.dict(os.environ, TRITON_INTERPRET="0", TRITON_DEFAULT_FP_FUSION="1"),
-          ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool):
-        yield pool
+    before = os.environ.copy()
+    os.environ.update(TRITON_INTERPRET="0", TRITON_DEFAULT_FP_FUSION="1")
+    try:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            yield pool
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def bench_code(argv):
@@ -789,13 +794,13 @@ def bench_code(argv):
     issue while the bytes that must move do so at nine tenths of its memory's rate."""
     args, m = start("code", bench_code.__doc__, argv, ("sm", dict(type=int, default=90, help="compute capability: 80, 90, 100, 120")),
                     ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072", help="d, those of SIZES")))
-    if kernels.triton is None:
-        die("code needs Triton: pip install triton")
     dtype = "fp32" if args.dtype == "float32" else "bf16"
     heads = {}
     for c in SIZES.values():
         heads.setdefault(c["n_embd"], c["n_head"])
     known("--widths", map(str, args.widths), [str(d) for d in heads])
+    if kernels.triton is None:
+        die("code needs Triton: pip install triton")
     args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}, torch {torch.__version__}"
     cases = [("hadamard_affine", "forward", False, 2, 0), ("its gradient of x", "pre", False, 2, 0),
              ("its gradients of alpha and beta, the loop", "grads", False, 2, 1), ("hadamard_affine_norm", "norm", False, 4, 0),
@@ -811,6 +816,7 @@ def bench_code(argv):
                 try:
                     c = job.result()
                 except Exception as e:
+                    pool.shutdown(wait=False, cancel_futures=True)
                     die(f"Triton could not compile {name} for sm_{args.sm} ({(str(e).strip() or type(e).__name__).splitlines()[0]})")
                 n += 1
                 progress(n, sum(map(len, jobs)), start_time, "compiling", unit="kernels", scale=1)

@@ -193,7 +193,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only):
 
 # -----------------------------------------------------------------------------
 # Triton path. A row of d numbers is cut into NT tiles of W; a program holds R rows of all NT tiles in registers.
-#     inside a tile    H_W, by one tensor-core product with a matrix of +-1 made in registers (16-bit input, 16 rows or more, d <= 2048)
+#     inside a tile    H_W, by one tensor-core product with a matrix of +-1 made in registers (16-bit input, more than _FEW rows, d <= 2048)
 #                      or by butterflies (the rest, and all gradients). 16-bit times +-1 is exact and sums are fp32, so nothing is
 #                      rounded to 16 bits before the very end, which a second tensor-core product would need.
 #     across tiles     H_NT, plain additions of whole tiles in fp32: no shuffles, no shared memory, and no padding for orders like 12.
@@ -422,7 +422,8 @@ if triton is not None:
             tl.store(dbeta + out + i * C, tl.sum(db[i], 0))
 
 
-_FEW = 132  # rows, one for each of an H200's multiprocessors: by code half the instructions a warp of 9 programs of 16 rows; not timed
+_FEW = 132  # up to so many rows one program for each, as an H200 has multiprocessors: by compiled code a warp then runs half the
+# instructions that it does in 9 programs of 16 rows; not timed
 
 
 @lru_cache(256)

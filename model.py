@@ -357,8 +357,8 @@ class HeadLoss(torch.autograd.Function):
     may follow, which forward cannot see by itself.
 
     By slices of rows, each slice's gradients made at once while its logits are there: of all N x V logits no more than HEAD_LOGITS numbers
-    ever exist, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary: 40 GB). Compiled,
-    one kernel reads a slice's logits and writes their gradients, both in 16 bits.
+    (on a GPU four times as many) ever exist, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's
+    vocabulary: 40 GB). Compiled, one kernel reads a slice's logits and writes their gradients, both in 16 bits.
     """
     @staticmethod
     def forward(ctx, x, weight, targets, grads):
@@ -1102,8 +1102,12 @@ class LAMB(torch.optim.Optimizer):
                 raise ValueError(f"LAMB: got a parameter in {p.dtype}, expected fp32; use autocast for 16 bits")
 
     @torch.no_grad()
-    def step(self):
-        """One update of every parameter that has a gradient."""
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient. Returns closure()'s loss, or None."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             w = [p for p in group["params"] if p.grad is not None]
             if not w:
@@ -1127,6 +1131,7 @@ class LAMB(torch.optim.Optimizer):
             trust = torch.where((w_norm > 0) & (step_norm > 0), (w_norm / step_norm).clamp(min=group["min_trust"]), 1.0)
             torch._foreach_mul_(step, trust.unbind())
             torch._foreach_add_(w, step, alpha=-group["lr"])            # w = w - lr trust step
+        return loss
 
 
 # -----------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def layer_matrix(d, n_head, heads_only):
     return torch.kron(hadamard_matrix(n_head, torch.float64), inner) * (n_head if heads_only else d) ** -0.5
 
 
-def on_gpu(f):
+def run_on_gpu(f):
     """f, of CPU tensors, run on a GPU: their storages are taken there whole, so that strides and what lies around them stay, and come back
     with what f wrote"""
     def call(*args):
@@ -89,7 +89,7 @@ def on_gpu(f):
             moved = taken[storage.data_ptr()][1].untyped_storage()
             return torch.empty(0, dtype=a.dtype, device=moved.device).set_(moved, a.storage_offset(), a.size(), a.stride())
 
-        if any(isinstance(a, torch.Tensor) and a.is_cuda for a in args):  # called by an operator, on a GPU already
+        if any(isinstance(a, torch.Tensor) and a.device.type == "cuda" for a in args):  # called by an operator, on a GPU already
             return f(*args)
         out = f(*map(there, args))
         for here, moved in taken.values():
@@ -100,7 +100,8 @@ def on_gpu(f):
 
 if torch.cuda.is_available() and kernels.triton is not None:
     for name in ("_transform_triton", "_norm_triton", "_grads_triton", "_fo_forward_triton", "_fo_backward_triton"):
-        setattr(kernels, name, on_gpu(getattr(kernels, name)))
+        setattr(kernels, name, run_on_gpu(getattr(kernels, name)))
+    del name
 
 
 @pytest.fixture(autouse=True)
@@ -389,8 +390,11 @@ def test_hadamard_triton_takes_any_strides(monkeypatch):
                  v * (x.double() @ H) * 96 ** 0.5 + 1) < 1e-6
     plan, warps = kernels._plan(96, 8, False, 32, "grads")  # 2 programs, 3 blocks of rows each
     rows, dy, part = torch.randn(5 * plan["R"] + 1, 96), torch.randn(5 * plan["R"] + 1, 96), torch.empty(2, 2, 96)
-    launch = lambda *t: kernels._hadamard_grads_kernel[(2, kernels._columns(plan))](*t, len(rows), 1.0, **plan, num_warps=warps)
-    (on_gpu(launch) if torch.cuda.is_available() else launch)(rows, dy, part[0], part[1])
+
+    def launch(*t):
+        kernels._hadamard_grads_kernel[(2, kernels._columns(plan))](*t, len(rows), 1.0, **plan, num_warps=warps)
+
+    (run_on_gpu(launch) if torch.cuda.is_available() else launch)(rows, dy, part[0], part[1])
     dalpha, dbeta = part.sum(1)
     assert error(dalpha, (dy.double() * (rows.double() @ H)).sum(0) * 96 ** 0.5) < 1e-6 and error(dbeta, dy.double().sum(0)) < 1e-6
     dalpha, dbeta = kernels._grads_triton(x, x * 2, 1.0, 8, False)
@@ -522,8 +526,8 @@ def test_gpt_dva_paper_and_nano_counts():
 def test_gpt_every_variant_starts_at_ln_vocabulary_and_learns_in_every_parameter():
     idx = torch.randint(0, 97, (3, 17))
     parts = [("mha", out) for out in CHOICES["attn_out"]] + [("dva", "dense"), ("dva_outer", "dense")]
-    for (attn, out), mlp, pos, norm, bias, tie in itertools.product(parts, CHOICES["mlp"], CHOICES["pos"], CHOICES["norm"], (False, True),
-                                                          (False, True)):
+    for (attn, out), mlp, pos, norm, bias, tie in itertools.product(parts, CHOICES["mlp"], CHOICES["pos"], CHOICES["norm"],
+                                                                    (False, True), (False, True)):
         config = dict(NANO, attn=attn, attn_out=out, mlp=mlp, pos=pos, norm=norm, bias=bias, tie_weights=tie, dropout=0.1 * bias)
         m = GPT(GPTConfig(**config))
         loss = m(idx[:, :-1], idx[:, 1:])
@@ -1540,15 +1544,15 @@ def test_fopool_takes_any_strides():
         assert torch.equal(y, h) and torch.equal(d, c) and torch.equal(g, store)
         bank = x.detach().chunk(3, -1)
         y, d, e = kernels._fo_forward_triton(*bank, c0.t().contiguous().t(), True)
-        torch.testing.assert_close((y, d, e), (h, c, edges), rtol=0, atol=1e-6)
+        torch.testing.assert_close((y, d, e), (h, c, edges), rtol=0, atol=3e-6)  # on a GPU exp and 1 / x are approximate
         out = torch.full_like(gates, float("nan"))
         kernels._fo_backward_triton(*bank, edges, dh.transpose(0, 1).contiguous().transpose(0, 1), None,
                                     *out.chunk(3, -1), True)
-        torch.testing.assert_close(out, store, rtol=0, atol=1e-6)
+        torch.testing.assert_close(out, store, rtol=0, atol=3e-6)
     first = gates[:1].expand(2, 37, 18)  # stride 0 over the batch
     assert torch.equal(kernels.qrnn_pool(first)[0], kernels.qrnn_pool(first.contiguous())[0])
     mixed = z.contiguous(), f, o.transpose(0, 1).contiguous().transpose(0, 1)  # three layouts at once
-    torch.testing.assert_close(kernels._fo_forward_triton(*mixed, c0, True)[0], h, rtol=0, atol=1e-6)
+    torch.testing.assert_close(kernels._fo_forward_triton(*mixed, c0, True)[0], h, rtol=0, atol=3e-6)
 
 
 @needs_triton
@@ -2102,7 +2106,7 @@ def test_lamb_leaves_parameters_without_gradient_and_survives_a_zero_gradient():
     before = [p.detach().clone() for p in params]
     params[1].grad = torch.randn_like(params[1])
     params[2].grad, params[3].grad = torch.zeros_like(params[2]), torch.zeros_like(params[3])
-    LAMB(params).step()
+    assert LAMB(params).step(lambda: 7.0) == 7.0
     assert torch.equal(params[0], before[0]) and not torch.equal(params[1], before[1])
     assert torch.equal(params[2], before[2]) and torch.equal(params[3], before[3])  # |step| = 0: no NaN
 
@@ -2130,7 +2134,7 @@ def test_lamb_wants_fp32_and_numbers_that_make_sense():
 # train_shaq.py
 
 
-TINY_SHAQ = ["--n_embd=16", "--mem_len=230", "--dropout=0.1", "--dtype=float32", "--eval_tokens=400", "--eval_interval=4"]
+TINY_SHAQ = ["--device=cpu", "--n_embd=16", "--mem_len=230", "--dropout=0.1", "--dtype=float32", "--eval_tokens=400", "--eval_interval=4"]
 
 
 def _train_shaq(tmp_path, *flags, processes=0):
@@ -2344,6 +2348,7 @@ def test_train_shaq_two_processes_are_one(text_data):
     a, b = (tensors(torch.load(text_data / out / "ckpt.pt", weights_only=True)["state"]) for out in ("one", "two"))
     assert len(a) == len(b) and all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a, b))  # the streams in their order
 
+
 # -----------------------------------------------------------------------------
 # What only a GPU can show: its own paths, from the operators to a training run, against a CPU's
 
@@ -2351,7 +2356,7 @@ def test_train_shaq_two_processes_are_one(text_data):
 @needs_gpu
 @pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (1536, 16, False), (2560, 20, False), (1024, 16, True)])
 def test_gpu_hadamard_rounds_once(d, n_head, heads_only):
-    H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
+    H = layer_matrix(d, n_head, heads_only)
     for N in (1, 132, 1000):
         x, dy = (torch.randn(N, d, device=GPU).bfloat16() for _ in range(2))
         leaf = [x.requires_grad_(), *(torch.randn(d, device=GPU, requires_grad=True) for _ in range(2))]
@@ -2359,7 +2364,7 @@ def test_gpu_hadamard_rounds_once(d, n_head, heads_only):
         dx, dalpha, dbeta = (t.cpu() for t in torch.autograd.grad(y, leaf, dy))
         x, alpha, beta, dy = (t.detach().cpu().double() for t in (*leaf, dy))
         for out, exact in ((y.detach().cpu(), alpha * (x @ H) + beta), (dx, (alpha * dy) @ H)):
-            assert error(out, exact) <= 1.02 * error(exact.bfloat16(), exact), (N, scale)
+            assert error(out, exact) <= 1.02 * error(exact.bfloat16(), exact), N
         assert error(dalpha, (dy * (x @ H)).sum(0)) < 1e-5 and error(dbeta, dy.sum(0)) < 1e-5
 
 
@@ -2376,6 +2381,7 @@ def test_gpu_pool_is_a_cpus():
 
 
 @needs_gpu
+@needs_triton
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn_out="head_hadamard", norm="rmsnorm", pos="learned"),
                                     dict(attn="dva", n_head=1, n_embd=320), dict(attn="dva_outer")])
 def test_gpu_gpt_is_a_cpus_eager_and_compiled_and_generates_the_same(config):
@@ -2395,7 +2401,8 @@ def test_gpu_gpt_is_a_cpus_eager_and_compiled_and_generates_the_same(config):
 
 @needs_gpu
 @pytest.mark.parametrize("preset", ["sharnn", "shaq", "mean_mem"])
-def test_gpu_shaq_is_a_cpus_and_generates_byte_by_byte(preset):
+def test_gpu_shaq_is_a_cpus_and_generates_byte_by_byte(preset, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     cpu, ids, results = tiny_shaq(preset, mem_len=20, mean_window=8), torch.randint(11, (2, 30)), []
     for device in ("cpu", GPU):
         m, state = copy.deepcopy(cpu).to(device).train(), None
@@ -2404,20 +2411,21 @@ def test_gpu_shaq_is_a_cpus_and_generates_byte_by_byte(preset):
             state = detach_state(state)
         loss.backward()
         results.append([loss.detach().cpu(), *(t.cpu() for t in tensors(state)), *(p.grad.cpu() for p in m.parameters())])
-    assert all(error(a, b.double()) < 1e-2 for a, b in zip(*results))  # cuDNN's LSTM is TF32
+    assert all(error(a, b.double()) < 1e-3 for a, b in zip(*results))
     out, state = m.eval().generate(ids[:, :5].to(GPU), 30, temperature=0)
     logits, again = m(out[:, :-1].split(1, dim=1)[0])
     for x in out[:, 1:-1].split(1, dim=1):
         logits, again = m(x, state=again)
     assert torch.equal(logits[:, -1].argmax(-1), out[:, -1])
-    assert all(error(a.cpu(), b.detach().cpu().double()) < 1e-2 for a, b in zip(tensors(state), tensors(again)))
+    assert all(error(a.cpu(), b.detach().cpu().double()) < 1e-3 for a, b in zip(tensors(state), tensors(again)))
 
 
 @needs_gpu
-def test_gpu_training_run_is_a_cpus(train, tmp_path):
+@needs_triton
+def test_gpu_training_run_is_a_cpus(train):
     flags = "--dropout=0", "--attn_out=hadamard"
     cpu, gpu = losses(train(*flags, out="cpu")[3]), losses(train(*flags, "--device=cuda", "--compile=1", out="gpu")[3])
-    assert all(a == pytest.approx(b, abs=1e-2) for a, b in zip(gpu, cpu))
+    assert all(a == pytest.approx(b, abs=2e-3) for a, b in zip(gpu, cpu))
 
 
 # -----------------------------------------------------------------------------

@@ -242,14 +242,14 @@ def main():
     step = first
     while True:
         last = step >= s["max_steps"]
-        if last or (step % s["eval_interval"] == 0 and step != evaluated):
+        if step != evaluated and (last or step % s["eval_interval"] == 0):
             val = evaluate(model, data.val, s["eval_tokens"], micro, m, s["eval_windows"])
             bits = val / np.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per token, perplexity {np.exp(val):.2f}, "
                 f"{bits:.4f} bits per byte")
+            evaluated = step
             if m.rank == 0:
                 log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits)
-                evaluated = step
                 saved = save(step) if step or last else saved
             clock = time.perf_counter()
         if last:

@@ -241,7 +241,7 @@ def main():
     step = first
     while True:
         last = step >= s["max_steps"]
-        if last or (step % s["eval_interval"] == 0 and step != evaluated):
+        if step != evaluated and (last or step % s["eval_interval"] == 0):
             val = evaluate(model, data.val, s["eval_tokens"], s, m)
             bpc = val / math.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per token, perplexity {math.exp(val):.2f}, "
