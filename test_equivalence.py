@@ -446,23 +446,19 @@ def compilers(tmp_path, monkeypatch):
         yield pool
 
 
-HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an element: a little above what Triton 3.9 and 3.6 give
+HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an element: a little above what Triton 3.9 and 3.6 give;
+    # bench.py code counts the rest
     (90, "forward", "bf16", 768, 12, False, 18), (90, "forward", "bf16", 1024, 16, False, 14), (90, "forward", "bf16", 1536, 16, False, 24),
-    (90, "forward", "bf16", 2048, 16, False, 19), (90, "forward", "bf16", 2560, 20, False, 33), (80, "forward", "bf16", 768, 12, False, 19),
-    (80, "forward", "bf16", 2560, 20, False, 34), (100, "forward", "bf16", 768, 12, False, 18),
+    (90, "forward", "bf16", 2560, 20, False, 33), (80, "forward", "bf16", 768, 12, False, 19), (80, "forward", "bf16", 2560, 20, False, 34),
     (100, "forward", "fp16", 2048, 16, False, 19), (90, "forward", "bf16", 768, 12, True, 13), (80, "forward", "bf16", 1536, 16, True, 11),
-    (90, "forward", "fp32", 1024, 16, False, 25), (90, "pre", "bf16", 768, 12, False, 29), (80, "pre", "bf16", 1536, 16, False, 29),
-    (90, "forward", "bf16", 3072, 24, False, 31), (100, "pre", "bf16", 3072, 24, False, 30), (90, "few", "bf16", 768, 12, False, 125),
-    (90, "grads", "bf16", 1024, 16, False, 50), (80, "grads", "bf16", 1536, 16, False, 55), (90, "grads", "bf16", 2560, 20, False, 43),
-    (100, "grads", "bf16", 768, 12, True, 38),
+    (90, "forward", "fp32", 1024, 16, False, 25), (90, "forward", "bf16", 3072, 24, False, 31), (90, "pre", "bf16", 768, 12, False, 29),
+    (90, "few", "bf16", 768, 12, False, 125), (90, "grads", "bf16", 1024, 16, False, 50), (80, "grads", "bf16", 1536, 16, False, 55),
+    (90, "grads", "bf16", 2560, 20, False, 43), (100, "grads", "bf16", 768, 12, True, 38),
     # with residual and norm, 8 bytes an element in bf16 (12 with an fp32 residual), so twice the budget
-    (90, "norm", "bf16", 768, 12, True, 26), (90, "norm", "bf16", 768, 12, False, 30), (80, "norm", "bf16", 1024, 16, False, 27),
-    (90, "norm fp32", "bf16", 1024, 16, True, 20), (90, "norm fp32", "bf16", 2048, 16, False, 31),
+    (90, "norm", "bf16", 768, 12, True, 26), (80, "norm", "bf16", 1024, 16, False, 27), (90, "norm fp32", "bf16", 1024, 16, True, 20),
     (90, "norm", "bf16", 1536, 16, False, 36), (100, "norm", "bf16", 2048, 16, True, 23), (90, "norm", "bf16", 2048, 16, False, 31),
     (90, "norm", "bf16", 2560, 20, False, 48), (80, "norm fp32", "bf16", 2560, 20, False, 46), (100, "norm", "bf16", 3072, 24, False, 51),
-    (90, "norm", "bf16", 4096, 32, False, 50),
-    # heads of 96
-    (90, "norm", "bf16", 1536, 16, True, 34), (80, "norm fp32", "bf16", 1536, 16, True, 32), (100, "norm", "bf16", 1536, 16, True, 32),
+    (90, "norm", "bf16", 4096, 32, False, 50), (90, "norm", "bf16", 1536, 16, True, 34), (100, "norm", "bf16", 1536, 16, True, 32),
 ]
 
 
@@ -1134,7 +1130,7 @@ def one_thread():
 
 def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, data_dir, tmp_path, one_thread):
     """Bit for bit, dropout included: after kill -9 from the last checkpoint, after SIGTERM and SIGINT from the step they came at."""
-    flags = "--max_steps=400", "--eval_interval=100"  # enough steps for the signal to come in between
+    flags = "--max_steps=280", "--eval_interval=100"  # enough steps for the signal to come in between
     straight = losses(train(*flags, out="straight")[3])
     env = os.environ | dict(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(torch.get_num_threads()))  # bit for bit wants equally many threads
     runs = [(subprocess.Popen(command(tmp_path / name, data_dir, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -1150,7 +1146,7 @@ def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, dat
         assert process.returncode == status and not err, err
         saved = torch.load(tmp_path / number.name / "ckpt.pt", weights_only=True)["step"]
         assert (saved == 100 if number == signal.SIGKILL else
-                120 <= saved < 400 and f"saved step {saved}" in out and "--resume" in out), saved
+                120 <= saved < 280 and f"saved step {saved}" in out and "--resume" in out), saved
         status, out, err, log = train("--resume", out=number.name)
         assert status == 0 and not err and losses(log) == straight, number.name
         assert sorted(os.listdir(tmp_path / number.name)) == ["ckpt.pt", "log.jsonl"]
@@ -2339,10 +2335,10 @@ def test_train_shaq_flags_reach_the_model(train_shaq_here, tmp_path):
     assert [r["lr"] for r in rest if "lr" in r] == pytest.approx([1e-3, 1e-3, 1e-4])
 
 
-def test_train_shaq_two_processes_are_one(text_data):
-    for processes, out in ((0, "one"), (2, "two")):
-        _train_shaq(text_data, "--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3", f"--out_dir={out}",
-                    processes=processes)
+def test_train_shaq_two_processes_are_one(text_data, train_shaq_here):
+    flags = "--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3"
+    train_shaq_here(*flags, f"--out_dir={text_data / 'one'}")
+    _train_shaq(text_data, *flags, "--out_dir=two", processes=2)
     one, two = (losses(records(text_data / out)) for out in ("one", "two"))
     assert len(one[0]) == 6 and all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two))
     a, b = (tensors(torch.load(text_data / out / "ckpt.pt", weights_only=True)["state"]) for out in ("one", "two"))
