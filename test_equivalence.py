@@ -446,19 +446,23 @@ def compilers(tmp_path, monkeypatch):
         yield pool
 
 
-HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an element: a little above what Triton 3.9 and 3.6 give;
-    # bench.py code counts the rest
+HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an element: a little above what Triton 3.9 and 3.6 give
     (90, "forward", "bf16", 768, 12, False, 18), (90, "forward", "bf16", 1024, 16, False, 14), (90, "forward", "bf16", 1536, 16, False, 24),
-    (90, "forward", "bf16", 2560, 20, False, 33), (80, "forward", "bf16", 768, 12, False, 19), (80, "forward", "bf16", 2560, 20, False, 34),
+    (90, "forward", "bf16", 2048, 16, False, 19), (90, "forward", "bf16", 2560, 20, False, 33), (80, "forward", "bf16", 768, 12, False, 19),
+    (80, "forward", "bf16", 2560, 20, False, 34), (100, "forward", "bf16", 768, 12, False, 18),
     (100, "forward", "fp16", 2048, 16, False, 19), (90, "forward", "bf16", 768, 12, True, 13), (80, "forward", "bf16", 1536, 16, True, 11),
-    (90, "forward", "fp32", 1024, 16, False, 25), (90, "forward", "bf16", 3072, 24, False, 31), (90, "pre", "bf16", 768, 12, False, 29),
-    (90, "few", "bf16", 768, 12, False, 125), (90, "grads", "bf16", 1024, 16, False, 50), (80, "grads", "bf16", 1536, 16, False, 55),
-    (90, "grads", "bf16", 2560, 20, False, 43), (100, "grads", "bf16", 768, 12, True, 38),
+    (90, "forward", "fp32", 1024, 16, False, 25), (90, "pre", "bf16", 768, 12, False, 29), (80, "pre", "bf16", 1536, 16, False, 29),
+    (90, "forward", "bf16", 3072, 24, False, 31), (100, "pre", "bf16", 3072, 24, False, 30), (90, "few", "bf16", 768, 12, False, 125),
+    (90, "grads", "bf16", 1024, 16, False, 50), (80, "grads", "bf16", 1536, 16, False, 55), (90, "grads", "bf16", 2560, 20, False, 43),
+    (100, "grads", "bf16", 768, 12, True, 38),
     # with residual and norm, 8 bytes an element in bf16 (12 with an fp32 residual), so twice the budget
-    (90, "norm", "bf16", 768, 12, True, 26), (80, "norm", "bf16", 1024, 16, False, 27), (90, "norm fp32", "bf16", 1024, 16, True, 20),
+    (90, "norm", "bf16", 768, 12, True, 26), (90, "norm", "bf16", 768, 12, False, 30), (80, "norm", "bf16", 1024, 16, False, 27),
+    (90, "norm fp32", "bf16", 1024, 16, True, 20), (90, "norm fp32", "bf16", 2048, 16, False, 31),
     (90, "norm", "bf16", 1536, 16, False, 36), (100, "norm", "bf16", 2048, 16, True, 23), (90, "norm", "bf16", 2048, 16, False, 31),
     (90, "norm", "bf16", 2560, 20, False, 48), (80, "norm fp32", "bf16", 2560, 20, False, 46), (100, "norm", "bf16", 3072, 24, False, 51),
-    (90, "norm", "bf16", 4096, 32, False, 50), (90, "norm", "bf16", 1536, 16, True, 34), (100, "norm", "bf16", 1536, 16, True, 32),
+    (90, "norm", "bf16", 4096, 32, False, 50),
+    # heads of 96
+    (90, "norm", "bf16", 1536, 16, True, 34), (80, "norm fp32", "bf16", 1536, 16, True, 32), (100, "norm", "bf16", 1536, 16, True, 32),
 ]
 
 
@@ -1524,6 +1528,7 @@ def test_fopool_triton_equals_torch(B, T, H, act, dtype, tol):
 
 @needs_triton
 def test_fopool_takes_any_strides():
+    near = 3e-6 if torch.cuda.is_available() else 1e-6  # a GPU's exp and 1 / x are approximate
     (gates, c0), dh, _ = _fo_inputs(2, 37, 6, True, torch.float32)
     z, f, o = gates.chunk(3, -1)
     h, c, edges = kernels._fo_forward_torch(z, f, o, c0, True)
@@ -1540,15 +1545,15 @@ def test_fopool_takes_any_strides():
         assert torch.equal(y, h) and torch.equal(d, c) and torch.equal(g, store)
         bank = x.detach().chunk(3, -1)
         y, d, e = kernels._fo_forward_triton(*bank, c0.t().contiguous().t(), True)
-        torch.testing.assert_close((y, d, e), (h, c, edges), rtol=0, atol=3e-6)  # on a GPU exp and 1 / x are approximate
+        torch.testing.assert_close((y, d, e), (h, c, edges), rtol=0, atol=near)
         out = torch.full_like(gates, float("nan"))
         kernels._fo_backward_triton(*bank, edges, dh.transpose(0, 1).contiguous().transpose(0, 1), None,
                                     *out.chunk(3, -1), True)
-        torch.testing.assert_close(out, store, rtol=0, atol=3e-6)
+        torch.testing.assert_close(out, store, rtol=0, atol=near)
     first = gates[:1].expand(2, 37, 18)  # stride 0 over the batch
     assert torch.equal(kernels.qrnn_pool(first)[0], kernels.qrnn_pool(first.contiguous())[0])
     mixed = z.contiguous(), f, o.transpose(0, 1).contiguous().transpose(0, 1)  # three layouts at once
-    torch.testing.assert_close(kernels._fo_forward_triton(*mixed, c0, True)[0], h, rtol=0, atol=3e-6)
+    torch.testing.assert_close(kernels._fo_forward_triton(*mixed, c0, True)[0], h, rtol=0, atol=near)
 
 
 @needs_triton
