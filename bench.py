@@ -653,13 +653,27 @@ def affine_rows(args, m, d):
            dict(copy=copy) | {k: in_turn(forward(f), x) for k, (f, _) in layers.items()},
            {k: in_turn(both(f, w), x, dy) for k, (f, w) in layers.items()},
            dict(copy=(2 * N,)) | dict.fromkeys(layers, (2 * N, 5 * N)), "dense")
-    if hadamard_norm_is_fused(d, h, h > 1):  # x and residual read, their sum and its norm written
-        ends = {"one pass": lambda x, r: hadamard_affine_norm(x, alpha, beta, r, alpha, beta, n_head=h, heads_only=h > 1),
-                "two steps": lambda x, r: F.layer_norm(r + hadamard_affine(x, alpha, beta, h, h > 1), (d,), *low)}
+    if hadamard_norm_is_fused(d, h, h > 1):
+        weight, shift = random(d, grad=True, dtype=torch.float32), random(d, grad=True, dtype=torch.float32)
+
+        def two_steps(x, r):
+            r = r + hadamard_affine(x, alpha, beta, h, h > 1)
+            return r, F.layer_norm(r, (d,), *low)
+
+        def gradients(f, *weights):
+            def call(x, r, *dy):
+                x, r = x.detach().requires_grad_(), r.detach().requires_grad_()
+                return torch.autograd.grad(f(x, r), (x, r, alpha, beta, *weights), dy)
+            return call
+
+        one_pass = partial(hadamard_affine_norm, n_head=h, heads_only=h > 1)
+        ends = {"one pass": (lambda x, r: one_pass(x, alpha, beta, r, weight, shift), (weight, shift)), "two steps": (two_steps, low)}
         shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}",
                dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
-               dict(copy=copy) | {k: in_turn(forward(f), x, y) for k, f in ends.items()}, {},
-               dict(copy=(2 * N,)) | dict.fromkeys(ends, (4 * N, None)), "two steps")
+               dict(copy=copy) | {k: in_turn(forward(f), x, y) for k, (f, _) in ends.items()},
+               {k: in_turn(gradients(f, *w), x, y, dy, dy[::-1]) for k, (f, w) in ends.items()},
+               # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
+               dict(copy=(2 * N,)) | dict.fromkeys(ends, (4 * N, 10 * N)), "two steps")
 
 
 def pool_loop(gates):
@@ -746,7 +760,12 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
         types, odd = dict(x=rows, N="i32", scale="fp32"), ("N", "scale", "eps")
         elements = plan["R"] * min(d, plan["M"] * plan["P"] * plan["W"])  # of d, not of wider tiles
         if kind == "grads":
-            fn, types = kernels._hadamard_grads_kernel, types | dict(dy=rows, dalpha="*fp32", dbeta="*fp32")
+            fn, types = kernels._hadamard_grads_kernel, types | dict(dy=f"*{residual or dtype}", dalpha="*fp32", dbeta="*fp32")
+        elif kind == "norm backward":
+            fn, plan, types = kernels._hadamard_norm_backward_kernel, plan | dict(RMS=False), types | dict(dnormed=rows, dx=rows)
+            del types["x"]
+            types |= dict.fromkeys(("out", "dout", "dresidual"), f"*{residual or dtype}")
+            types |= dict.fromkeys(("stats", "dweight", "dshift", "alpha", "weight"), "*fp32")
         elif "norm" in kind:
             fn, plan = kernels._hadamard_norm_kernel, plan | dict(RMS=False)
             types |= dict.fromkeys(("residual", "out"), f"*{residual or dtype}") | dict(normed=rows, eps="fp32")
@@ -804,7 +823,8 @@ def bench_code(argv):
     args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}, torch {torch.__version__}"
     cases = [("hadamard_affine", "forward", False, 2, 0), ("its gradient of x", "pre", False, 2, 0),
              ("its gradients of alpha and beta, the loop", "grads", False, 2, 1), ("hadamard_affine_norm", "norm", False, 4, 0),
-             ("the same, mixing heads only", "norm", True, 4, 0), ("fo-pool, the loop", "pool", None, 4, 1),
+             ("the same, mixing heads only", "norm", True, 4, 0), ("its gradients, the loop", "norm backward", False, 5, 1),
+             ("the same, mixing heads only", "norm backward", True, 5, 1), ("fo-pool, the loop", "pool", None, 4, 1),
              ("its gradients, the loop", "pool backward", None, 7, 1)]
     rows, start_time, n = [], time.perf_counter(), 0
     with compilers(min(8, os.cpu_count() or 1)) as pool:

@@ -389,6 +389,78 @@ if triton is not None:
         tl.store(stats + N + row, rstd, mask=row < N)
 
     @triton.jit
+    def _hadamard_norm_backward_kernel(out, stats, dout, dnormed, dresidual, dx, dweight, dshift, alpha, weight, N, scale, D: tl.constexpr,
+                                       M: tl.constexpr, P: tl.constexpr, LOG_P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr,
+                                       W: tl.constexpr, LOG_W: tl.constexpr, SIGNS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr,
+                                       INNER: tl.constexpr, RMS: tl.constexpr):
+        """
+        The gradients of the kernel above for residual and x, dresidual = dout + (that of the norm) and dx = scale * ((alpha * dresidual) H),
+        and this program's partial sums of those for weight and shift: row program_id(0) of dweight and dshift, (G, D) fp32. All that the
+        backward pass reads and writes goes through once, but for x, which the gradients of alpha and beta want.
+        """
+        j = tl.arange(0, W)
+        col = (j // CW) * (M * P * C) + j % CW
+        live = None
+        if CW > C:
+            live = j < C
+        dw = ()
+        db = ()
+        for i in tl.static_range(M * P):
+            dw = dw + (tl.zeros((R, W), tl.float32),)
+            db = db + (tl.zeros((R, W), tl.float32),)
+        for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
+            row = block * R + tl.arange(0, R).to(tl.int64)
+            base = row[:, None] * D + col[None, :]
+            ok = (row < N)[:, None]
+            if CW > C:
+                ok = ok & live[None, :]
+            mean = tl.load(stats + row, mask=row < N, other=0.0)[:, None]
+            rstd = tl.load(stats + N + row, mask=row < N, other=0.0)[:, None]
+            ys = ()
+            gs = ()
+            rs = ()
+            for i in tl.static_range(M * P):  # all loads first: they are then in flight together
+                ys = ys + (tl.load(out + base + i * C, mask=ok, other=0.0),)
+                gs = gs + (tl.load(dnormed + base + i * C, mask=ok, other=0.0),)
+                rs = rs + (tl.load(dout + base + i * C, mask=ok, other=0.0),)
+            nw = ()
+            nb = ()
+            a = tl.zeros((R, W), tl.float32)
+            b = tl.zeros((R, W), tl.float32)
+            for i in tl.static_range(M * P):
+                g = gs[i].to(tl.float32)
+                unit = (ys[i].to(tl.float32) - mean) * rstd
+                nw = nw + (dw[i] + g * unit,)
+                nb = nb + (db[i] + g,)
+                g = g * _load_vector(weight + col + i * C, live)
+                a = a + g
+                b = b + g * unit
+            dw = nw
+            db = nb
+            a = tl.sum(a, 1)[:, None] / D
+            b = tl.sum(b, 1)[:, None] / D
+            if RMS:
+                a = a * 0.0
+            t = ()
+            for i in tl.static_range(M * P):
+                unit = (ys[i].to(tl.float32) - mean) * rstd
+                g = gs[i].to(tl.float32) * _load_vector(weight + col + i * C, live)
+                g = rstd * (g - a - unit * b) + rs[i].to(tl.float32)
+                tl.store(dresidual + base + i * C, g.to(dresidual.dtype.element_ty), mask=ok)
+                g = g * _load_vector(alpha + col + i * C, live)
+                if INNER:
+                    g = _butterfly(g, R, W, LOG_W)
+                t = t + (g,)
+            t = _across(t, M, P, LOG_P, SIGNS, PAIRS)
+            for i in tl.static_range(M * P):
+                tl.store(dx + base + i * C, (t[i] * scale).to(dx.dtype.element_ty), mask=ok)
+        to = tl.program_id(0).to(tl.int64) * D + col
+        for i in tl.static_range(M * P):
+            tl.store(dweight + to + i * C, tl.sum(dw[i], 0), mask=live)
+            if dshift is not None:
+                tl.store(dshift + to + i * C, tl.sum(db[i], 0), mask=live)
+
+    @triton.jit
     def _hadamard_grads_kernel(x, dy, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, LOG_P: tl.constexpr,
                                C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, LOG_W: tl.constexpr, SIGNS: tl.constexpr,
                                PAIRS: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr):
@@ -431,7 +503,8 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     """
     Shapes for the kernels above: (constexprs, num_warps), or None where they do not apply and the PyTorch path is taken: a factor m
     above 28, two factors that are no power of two, or a mix over heads whose width is no multiple of 8. bits: 16 or 32, of one element.
-    kind: "forward", "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads", "norm", "norm few".
+    kind: "forward", "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads", "norm", "norm few",
+    "norm backward".
     """
     (mh, ch), (mi, ci) = _split_order(n_head), (1, 1) if heads_only else _split_order(d // n_head)
     M = mh * mi
@@ -445,9 +518,17 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             CW = W = 1 << (C - 1).bit_length()
         each = (4 if M * P <= 12 else 2) if kind == "grads" else 8 if bits == 16 and M * P <= 16 else 4  # numbers a thread and tile
         R = 1 if "few" in kind else max(1, each * 128 // W)
+        if kind == "norm backward":  # five sets of them, rows one by one: their sums then cross as few threads as may be
+            each = 2 if M * P <= 16 else 1
+            warps = max(1, W // (32 * each))
+            R = 32 * warps * each // W
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
-        if bits == 16 and kind in ("forward", "norm") and A * C >= 64 and d <= 2048:  # 2560: spills, or fills all registers
+        if kind == "norm backward":
+            warps = 1 if d <= 1024 else 2 if d <= 2560 else 4
+            W = min(A * C, max(A, 128 * warps))
+            R = max(1, 32 * warps // W)
+        elif bits == 16 and kind in ("forward", "norm") and A * C >= 64 and d <= 2048:  # 2560: spills, or fills all registers
             inner, R, warps = 2, 16, 4 if d <= 1024 else 8
             W = min(A * C, 64 if d <= 1024 else 128)  # 16 bytes a thread and load
         else:
@@ -499,10 +580,26 @@ def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_hea
     return out, normed, stats
 
 
+def _norm_backward_triton(out, stats, dout, dnormed, alpha, weight, shift, dtype, scale, rms, n_head, heads_only):
+    (N, d), (out, dout, dnormed, alpha, weight) = out.shape, _rows(out, dout, dnormed, alpha, weight)
+    plan, warps = _plan(d, n_head, heads_only, dtype.itemsize * 8, "norm backward")
+    dresidual, dx, programs = torch.empty_like(out), torch.empty_like(out, dtype=dtype), _programs(N, plan, warps)
+    partial = torch.empty(2, programs, d, dtype=torch.float32, device=out.device)
+    with torch.cuda.device_of(out):
+        _hadamard_norm_backward_kernel[(programs,)](out, stats, dout, dnormed, dresidual, dx, partial[0], partial[1] if shift else None,
+                                                    alpha, weight, N, scale, **plan, RMS=rms, num_warps=warps)
+    return dx, dresidual, partial[0].sum(0), partial[1].sum(0) if shift else partial.new_empty(0)
+
+
+def _programs(N, plan, warps):
+    "Of a kernel that sums over rows: 8 warps for each of an H200's 132 multiprocessors"
+    return min(triton.cdiv(max(N, 1), plan["R"]), 132 * max(2, 8 // warps))
+
+
 def _grads_triton(x, dy, scale, n_head, heads_only):
     (N, d), (x, dy) = x.shape, _rows(x, dy)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "grads")
-    programs = min(triton.cdiv(max(N, 1), plan["R"]), 132 * max(2, 8 // warps))  # 8 warps for each of an H200's 132 multiprocessors
+    programs = _programs(N, plan, warps)
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, partial[0], partial[1], N, scale, **plan, num_warps=warps)
@@ -573,7 +670,7 @@ def _save_grads(ctx, inputs, output):
 
 def _backward_grads(ctx, ga, gb):  # dalpha = sum dy * scale * (x H), dbeta = sum dy
     x, dy = ctx.saved_tensors
-    return _hadamard(dy, None, None, ga, *ctx.how), _hadamard(x, ga, gb, None, *ctx.how), None, None, None
+    return _hadamard(dy, None, None, ga, *ctx.how).to(x.dtype), _hadamard(x, ga, gb, None, *ctx.how).to(dy.dtype), None, None, None
 
 
 _hadamard.register_autograd(_backward, setup_context=_save)
@@ -588,9 +685,13 @@ def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor,
     _check_order(n_head, "n_head")
     if not heads_only:
         _check_order(x.shape[1] // n_head, "d" if n_head == 1 else "d / n_head")
-    fused = residual.dtype != torch.float64 and _on_triton(x, n_head, heads_only) and hadamard_norm_is_fused(x.shape[1], n_head, heads_only)
-    run = _norm_triton if fused else _norm_torch
+    run = _norm_triton if _norm_on_triton(x, residual, n_head, heads_only) else _norm_torch
     return run(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only)
+
+
+def _norm_on_triton(x, residual, n_head, heads_only):
+    return (residual.dtype != torch.float64 and _on_triton(x, n_head, heads_only) and
+            hadamard_norm_is_fused(x.shape[1], n_head, heads_only))
 
 
 def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
@@ -612,24 +713,52 @@ def _(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_on
     return torch.empty_like(residual), torch.empty_like(x), x.new_empty(2, len(x), dtype=torch.promote_types(residual.dtype, torch.float32))
 
 
+def _norm_backward_torch(out, stats, dout, dnormed, alpha, weight, shift, dtype, scale, rms, n_head, heads_only, dstats=None):
+    mean, rstd = stats[:, :, None]                                                         # (N, 1)
+    unit = (out - mean) * rstd                                                             # (N, d)
+    g = dnormed * weight
+    dy = g - unit * (g * unit).mean(-1, keepdim=True)
+    dy = rstd * (dy if rms else dy - g.mean(-1, keepdim=True)) + dout
+    if dstats is not None:  # from the derivative of this very formula
+        dmean, drstd = dstats[:, :, None] / out.shape[1]
+        dy = dy - unit * rstd ** 2 * drstd + (0 if rms else dmean)
+    dx = _hadamard(dy.to(dtype), None, None, alpha, scale, n_head, heads_only)
+    dshift = dnormed.sum(0, dtype=stats.dtype) if shift else stats.new_empty(0)
+    return dx, dy.to(out.dtype), (dnormed * unit).sum(0, dtype=stats.dtype), dshift
+
+
+@torch.library.custom_op("kernels::hadamard_norm_backward", mutates_args=())
+def _hadamard_norm_backward(out: torch.Tensor, stats: torch.Tensor, dout: torch.Tensor, dnormed: torch.Tensor, alpha: torch.Tensor,
+                            weight: torch.Tensor, shift: bool, dtype: torch.dtype, scale: float, rms: bool, n_head: int,
+                            heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    "-> gradients of x (in dtype), of the residual (in out's), and in stats' of weight and of shift, empty without one"
+    run = _norm_backward_triton if _norm_on_triton(dnormed, out, n_head, heads_only) else _norm_backward_torch
+    return run(out, stats, dout, dnormed, alpha, weight, shift, dtype, scale, rms, n_head, heads_only)
+
+
+@_hadamard_norm_backward.register_fake
+def _(out, stats, dout, dnormed, alpha, weight, shift, dtype, scale, rms, n_head, heads_only):
+    d = out.shape[1]
+    return torch.empty_like(out, dtype=dtype), torch.empty_like(out), stats.new_empty(d), stats.new_empty(d if shift else 0)
+
+
 def _save_norm(ctx, inputs, output):
-    x, _, alpha, beta, weight, shift, scale, _, ctx.rms, *how = inputs
-    ctx.how = scale, *how
-    ctx.save_for_backward(x, alpha, beta, weight, shift, output[0], output[2])
+    x, _, alpha, beta, weight, shift, scale, _, rms, *how = inputs
+    ctx.how = shift is not None, x.dtype, scale, rms, *how
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, alpha, beta, weight, output[0], output[2])
 
 
 def _backward_norm(ctx, dout, dnormed, dstats):
-    x, alpha, beta, weight, shift, out, stats = ctx.saved_tensors
-    mean, rstd, dmean, drstd = *stats[:, :, None], *dstats[:, :, None] / x.shape[1]        # (N, 1); d of stats: this formula's derivative
-    unit = (out - mean) * rstd                                                             # (N, d)
-    g = dnormed * weight
-    dy = g - unit * ((g * unit).mean(-1, keepdim=True) + rstd * drstd)
-    dy = rstd * (dy if ctx.rms else dy - g.mean(-1, keepdim=True) + dmean / rstd) + dout
-    low = dy.to(x.dtype)
-    dx = _hadamard(low, None, None, alpha, *ctx.how)
-    dalpha, dbeta = _hadamard_grads(x, low, *ctx.how)
-    return (dx, dy.to(out.dtype), dalpha.to(alpha.dtype), dbeta.to(beta.dtype), (dnormed * unit).sum(0).to(weight.dtype),
-            None if shift is None else dnormed.sum(0, dtype=unit.dtype).to(shift.dtype), None, None, None, None, None)
+    x, alpha, beta, weight, out, stats = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    dnormed = torch.zeros_like(x) if dnormed is None else dnormed
+    args, (shift, dtype, scale, _, *heads) = (out, stats, dout, dnormed, alpha, weight, *ctx.how), ctx.how
+    again = torch.is_grad_enabled() or dstats is not None  # these gradients, or their own, are wanted in autograd's operations
+    dx, dy, dweight, dshift = _norm_backward_torch(*args, dstats) if again else _hadamard_norm_backward(*args)
+    dalpha, dbeta = _hadamard_grads(x, dy, scale, *heads)
+    return (dx, dy, dalpha.to(alpha.dtype), dbeta.to(beta.dtype), dweight.to(weight.dtype), dshift.to(weight.dtype) if shift else None,
+            None, None, None, None, None)
 
 
 _hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)

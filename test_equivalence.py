@@ -99,7 +99,7 @@ def run_on_gpu(f):
 
 
 if torch.cuda.is_available() and kernels.triton is not None:
-    for name in ("_transform_triton", "_norm_triton", "_grads_triton", "_fo_forward_triton", "_fo_backward_triton"):
+    for name in ("_transform_triton", "_norm_triton", "_norm_backward_triton", "_grads_triton", "_fo_forward_triton", "_fo_backward_triton"):
         setattr(kernels, name, run_on_gpu(getattr(kernels, name)))
     del name
 
@@ -429,6 +429,63 @@ def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch):
 
 
 @needs_triton
+@pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (1024, 16, False), (96, 8, False), (1536, 16, False), (2560, 20, False),
+                                                   (768, 12, True), (1536, 16, True), (96, 4, True), (64, 8, True)])
+def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeypatch):
+    "Against PyTorch's own of the two steps, in float64; programs of several blocks of rows, a tail, the same sums every time"
+    monkeypatch.setattr(kernels, "_programs", lambda N, plan, warps: 2)
+    H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
+    plan, _ = kernels._plan(d, n_head, heads_only, 16, "norm backward")
+    for dtype, wide, N, rms, biased in ((torch.float32, torch.float32, 5, False, True), (torch.float16, torch.float32, 4, True, False),
+                                        (torch.float16, torch.float16, 1, False, False), (torch.float16, torch.float32, 0, False, True)):
+        N = N * plan["R"] + (N > 1) * (plan["R"] > 1)
+        alpha, weight, shift = (torch.randn(d) for _ in range(3))
+        out, dout = torch.randn(N, d).to(wide) + 1, torch.randn(d, N).to(wide).t()
+        dnormed = torch.randn(N, d).to(dtype)
+        leaf = [t.double().requires_grad_() for t in (out, weight, shift)]
+        y = (F.rms_norm(leaf[0], (d,), leaf[1], 1e-5) + 0 * leaf[2] if rms else F.layer_norm(leaf[0], (d,), leaf[1], leaf[2], 1e-5))
+        dresidual, dweight, dshift = torch.autograd.grad(y, leaf, dnormed.double())
+        dresidual += dout.double()
+        exact = (dresidual * alpha) @ H, dresidual, dweight, dshift if biased else dshift[:0]
+        mean = out.double().mean(1) * (not rms)
+        stats = torch.stack((mean, (out.double() - mean[:, None]).square().mean(1).add(1e-5).rsqrt())).float()
+        args = out, stats, dout, dnormed, alpha, weight, biased, dtype, scale, rms, n_head, heads_only
+        got = kernels._norm_backward_triton(*args)
+        assert [t.dtype for t in got] == [dtype, wide, torch.float32, torch.float32]
+        for g, e in zip(got, exact):
+            assert g.shape == e.shape and (not e.numel() or error(g, e) <= max(1.02 * error(e.to(g.dtype), e), 1e-6))
+        assert all(map(torch.equal, got, kernels._norm_backward_triton(*args)))
+
+
+@needs_triton
+def test_hadamard_norm_backward_is_one_kernel_where_triton_runs(monkeypatch):
+    "The operator's own gradients by the kernel and by the formula; one that is to be differentiated again takes the formula"
+    leaf = [torch.randn(7, 96), torch.randn(7, 96), *(torch.randn(96) for _ in range(4))]
+    leaf[0] = leaf[0].half()
+    g, low, results, calls = torch.randn(7, 96), torch.randn(7, 96).half(), [], []
+    kernel = kernels._norm_backward_triton
+    monkeypatch.setattr(kernels, "_norm_backward_triton", lambda *a: calls.append(a) or kernel(*a))
+    for on in (False, True):
+        monkeypatch.setattr(kernels, "_norm_on_triton", lambda *a: on and not on_forward)
+        for unused in (None, 0, 1):
+            x, *rest = [t.detach().requires_grad_() for t in leaf]
+            on_forward = True
+            out = hadamard_affine_norm(x, *rest[1:3], rest[0], *rest[3:], n_head=4)
+            on_forward = False
+            outputs, given = zip(*(pair for i, pair in enumerate(zip(out, (g, low))) if i != unused))
+            results.append(torch.autograd.grad(outputs, (x, *rest), given))
+        assert len(calls) == 3 * on
+    for a, b in zip(results[:3], results[3:]):
+        assert all(p.dtype == q.dtype and (error(q, p.double()) < 2e-3 or not (p.any() or q.any())) for p, q in zip(a, b))
+    x, *rest = [t.detach().requires_grad_() for t in leaf]
+    out = hadamard_affine_norm(x, *rest[1:3], rest[0], *rest[3:], n_head=4)
+    torch.autograd.grad(torch.autograd.grad(out[1].sum(), rest[3], create_graph=True)[0].sum(), x)
+    assert len(calls) == 3
+    for on_forward in (True, False):
+        torch.library.opcheck(kernels._hadamard_norm_backward, [t.detach() if isinstance(t, torch.Tensor) else t for t in calls[0]])
+
+
+@needs_triton
 def test_hadamard_triton_nan_stays_in_its_row(monkeypatch):
     monkeypatch.setattr(kernels, "_FEW", 15)
     for d, n_head, heads_only in ((768, 12, False), (96, 8, False), (768, 12, True)):
@@ -461,6 +518,9 @@ HADAMARD_CODE = [  # sm, kind, type, d, heads, heads_only, most instructions an 
     (90, "norm", "bf16", 1536, 16, False, 36), (100, "norm", "bf16", 2048, 16, True, 23), (90, "norm", "bf16", 2048, 16, False, 31),
     (90, "norm", "bf16", 2560, 20, False, 48), (80, "norm fp32", "bf16", 2560, 20, False, 46), (100, "norm", "bf16", 3072, 24, False, 51),
     (90, "norm", "bf16", 4096, 32, False, 50),
+    # their gradients, 10 and 16 bytes: 68 and 108 instructions
+    (80, "norm backward fp32", "bf16", 768, 12, False, 54), (90, "norm backward fp32", "bf16", 1024, 16, True, 29),
+    (100, "norm backward", "bf16", 2048, 16, False, 49), (90, "grads fp32", "bf16", 1024, 16, True, 36),
     # heads of 96
     (90, "norm", "bf16", 1536, 16, True, 34), (80, "norm fp32", "bf16", 1536, 16, True, 32), (100, "norm", "bf16", 1536, 16, True, 32),
 ]
@@ -478,9 +538,9 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compilers):
         print(what, f"{code.each:.1f} instructions an element, {code.registers} registers, stack {code.stack}, {wide} wide")
         if code.stack or code.each > ceiling or any(op.startswith(("LDL", "STL")) for op in code.ops):
             faults.append((what, code.each, code.stack))
-        if kind.split()[0] in ("forward", "norm") and dtype != "fp32" and d <= 2048 and min(wide) < code.plan["M"] * code.plan["P"]:
+        if kind.removesuffix(" fp32") in ("forward", "norm") and dtype != "fp32" and d <= 2048 and min(wide) < code.plan["M"] * code.plan["P"]:
             faults.append((what, "loads or stores of fewer than 16 bytes", wide))
-        if kind == "grads" and not 0 < code.loop < code.each:
+        if kind.startswith(("grads", "norm backward")) and not 0 < code.loop < code.each:
             faults.append((what, "no loop found", code.loop))
     assert not faults
 
