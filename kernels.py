@@ -753,7 +753,7 @@ def _backward_norm(ctx, dout, dnormed, dstats):
     x, alpha, beta, weight, out, stats = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     dnormed = torch.zeros_like(x) if dnormed is None else dnormed
-    args, (shift, dtype, scale, _, *heads) = (out, stats, dout, dnormed, alpha, weight, *ctx.how), ctx.how
+    args, (shift, _, scale, _, *heads) = (out, stats, dout, dnormed, alpha, weight, *ctx.how), ctx.how
     again = torch.is_grad_enabled() or dstats is not None  # these gradients, or their own, are wanted in autograd's operations
     dx, dy, dweight, dshift = _norm_backward_torch(*args, dstats) if again else _hadamard_norm_backward(*args)
     dalpha, dbeta = _hadamard_grads(x, dy, scale, *heads)
