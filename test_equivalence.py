@@ -51,6 +51,8 @@ from model import (CHOICES, GPT, LAMB, SHAQ, SHAQ_PRESETS, SIZES, Attention, GPT
                    SHAQConfig, attention, blocked_attention, detach_state, sample, fold_hadamard, hadamard_heads, load_checkpoint, lr_at,
                    machine, model_of, param_groups, tensors)
 
+torch.set_num_threads(1)  # what is computed here is so small that threads cost more than they save, ten times as much beside other work
+os.environ["OMP_NUM_THREADS"] = "1"  # nor in the processes that tests start; bit for bit wants equally many
 GPU = torch.device("cuda")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is for Linux only")
@@ -1178,22 +1180,12 @@ def test_train_micro_batches_do_not_change_the_curve(train):
     assert all(a == pytest.approx(b, abs=2e-5) for curve in curves[1:] for a, b in zip(curves[0], curve))
 
 
-@pytest.fixture
-def one_thread():
-    "Several small runs side by side, each on one thread: more would wait for one another"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, data_dir, tmp_path, one_thread):
+def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, data_dir, tmp_path):
     """Bit for bit, dropout included: after kill -9 from the last checkpoint, after SIGTERM and SIGINT from the step they came at."""
     flags = "--max_steps=280", "--eval_interval=100"  # enough steps for the signal to come in between
     straight = losses(train(*flags, out="straight")[3])
-    env = os.environ | dict(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(torch.get_num_threads()))  # bit for bit wants equally many threads
     runs = [(subprocess.Popen(command(tmp_path / name, data_dir, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                              env=env), number)
+                              env=os.environ | dict(PYTHONUNBUFFERED="1")), number)
             for name, number in (("SIGKILL", signal.SIGKILL), ("SIGTERM", signal.SIGTERM), ("SIGINT", signal.SIGINT))]
     for process, number in runs:
         for line in process.stdout:
@@ -1254,8 +1246,7 @@ def test_train_compiled_is_not_compiled(train, tmp_path, monkeypatch):
 def test_train_two_processes_are_one_with_accumulation(train, data_dir, tmp_path):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     flags = "--dropout=0", "--micro_batch=2"
-    done = subprocess.run(command(tmp_path / "two", data_dir, *flags, tool=torchrun), capture_output=True, text=True, timeout=120,
-                          env=os.environ | dict(OMP_NUM_THREADS="1"))
+    done = subprocess.run(command(tmp_path / "two", data_dir, *flags, tool=torchrun), capture_output=True, text=True, timeout=120)
     assert (done.returncode == 0 and "2 processes x 2 micro-batches x 2 sequences" in done.stdout
             and done.stdout.count("sample:") == 1), done.stderr
     one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
@@ -2196,7 +2187,7 @@ TINY_SHAQ = ["--device=cpu", "--n_embd=16", "--mem_len=230", "--dropout=0.1", "-
 def _train_shaq(tmp_path, *flags, processes=0):
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
     done = subprocess.run([sys.executable, *launch, os.path.join(HERE, "train_shaq.py"), f"--data_dir={tmp_path}/data", "--dataset=mine",
-                           *TINY_SHAQ, *flags], capture_output=True, text=True, env=dict(os.environ, OMP_NUM_THREADS="1"), cwd=tmp_path)
+                           *TINY_SHAQ, *flags], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and ("Traceback" not in done.stderr or processes), done.stderr
     return done
 
@@ -3134,7 +3125,7 @@ def speed_ratio(d, dtype):
 
 @pytest.mark.parametrize("d, dtype, least", [(1024, torch.float32, 6), (2048, torch.float32, 6), (1024, torch.bfloat16, 4),
                                              (2048, torch.bfloat16, 4)])
-def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least, one_thread):
+def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
     "On one thread: a neighbour on the machine would hold up the threads of the many small products, not those of the few large"
     if dtype == torch.bfloat16 and not has_bf16():
         return  # both sides would time an emulation
