@@ -326,10 +326,11 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
         return view
 
     monkeypatch.setattr(torch, "empty_like", empty)
-    monkeypatch.setattr(kernels, "_FEW", 15)  # both plans with small numbers of rows
+    monkeypatch.setattr(kernels, "_FEW", 2)  # both plans with small numbers of rows; R + 1 are a whole block of them, and one more
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
-    for dtype, N in ((torch.float32, 0), (torch.float32, 1), (torch.float32, 17), (torch.float16, 0), (torch.float16, 15),
-                     (torch.float16, 16), (torch.float16, 33)):
+    R = {bits: kernels._plan(d, n_head, heads_only, bits)[0]["R"] for bits in (32, 16)}
+    for dtype, N in ((torch.float32, 0), (torch.float32, 1), (torch.float32, R[32] + 1), (torch.float16, 0), (torch.float16, 2),
+                     (torch.float16, R[16] + 1)):
         x, dy = poisoned(torch.randn(N, d).to(dtype))[0], poisoned(torch.randn(N, d).to(dtype))[0]
         alpha, beta, pre = (poisoned(torch.randn(d))[0] for _ in range(3))
         for y, exact in ((kernels._transform_triton(x, alpha, beta, None, scale, n_head, heads_only), alpha * (x.double() @ H) + beta),
@@ -339,7 +340,7 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
                     and error(y, exact) <= (1.02 * floor if dtype == torch.float16 else 5e-7)), (dtype, N)
         dalpha, dbeta = kernels._grads_triton(x, dy, scale, n_head, heads_only)
         assert error(dalpha, (dy.double() * (x.double() @ H)).sum(0)) < 1e-6 and error(dbeta, dy.double().sum(0)) < 1e-6
-        if N == 17:
+        if dtype == torch.float32:
             assert all(map(torch.equal, (dalpha, dbeta), kernels._grads_triton(x, dy, scale, n_head, heads_only)))
     for shape, buffer in buffers:  # nothing was written before or behind the rows
         assert buffer[:4096].isnan().all() and buffer[4096 + shape.numel():].isnan().all()
@@ -404,12 +405,13 @@ def test_hadamard_triton_takes_any_strides(monkeypatch):
 @pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (96, 8, False), (1536, 16, False), (768, 12, True), (1024, 16, True),
                                                    (1536, 16, True), (96, 4, True), (2560, 20, False)])
 def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch):
-    monkeypatch.setattr(kernels, "_FEW", 15)
+    monkeypatch.setattr(kernels, "_FEW", 2)
     assert hadamard_norm_is_fused(d, n_head, heads_only) and not hadamard_norm_is_fused(5120, 40)
+    R = {bits: kernels._plan(d, n_head, heads_only, bits, "norm")[0]["R"] for bits in (32, 16)}
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     alpha, beta, weight, shift = (torch.randn(d) for _ in range(4))
-    for dtype, wide, N, rms in ((torch.float32, torch.float32, 17, False), (torch.float16, torch.float32, 33, True),
-                                (torch.float16, torch.float16, 33, False), (torch.float16, torch.float32, 3, False),
+    for dtype, wide, N, rms in ((torch.float32, torch.float32, R[32] + 1, False), (torch.float16, torch.float32, R[16] + 1, True),
+                                (torch.float16, torch.float16, R[16] + 1, False), (torch.float16, torch.float32, 2, False),
                                 (torch.float16, torch.float32, 0, False)):
         x, residual = torch.randn(N, d).to(dtype), torch.randn(N, d).to(wide)
         y, normed, stats = kernels._norm_triton(x, residual, alpha, beta, weight, None if rms else shift, scale, 1e-5, rms, n_head,
