@@ -1137,22 +1137,22 @@ def test_train_micro_batches_do_not_change_the_curve(train):
 
 def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, data_dir, tmp_path):
     """Bit for bit, dropout included: after kill -9 from the last checkpoint, after SIGTERM and SIGINT from the step they came at."""
-    flags = "--max_steps=280", "--eval_interval=100"  # enough steps for the signal to come in between
+    flags = "--max_steps=200", "--eval_interval=80"
     straight = losses(train(*flags, out="straight")[3])
     runs = [(subprocess.Popen(command(tmp_path / name, data_dir, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                              env=os.environ | dict(PYTHONUNBUFFERED="1")), number)
+                              pipesize=4096, env=os.environ | dict(PYTHONUNBUFFERED="1")), number)  # 40 lines: no run gets farther ahead
             for name, number in (("SIGKILL", signal.SIGKILL), ("SIGTERM", signal.SIGTERM), ("SIGINT", signal.SIGINT))]
     for process, number in runs:
         for line in process.stdout:
-            if line.startswith("step 120/"):  # behind the checkpoint of step 100
+            if line.startswith("step 81/"):  # behind the checkpoint of step 80
                 process.send_signal(number)
                 break
     for (process, number), status in zip(runs, (-9, 130, 130)):
         out, err = process.communicate(timeout=60)
         assert process.returncode == status and not err, err
         saved = torch.load(tmp_path / number.name / "ckpt.pt", weights_only=True)["step"]
-        assert (saved == 100 if number == signal.SIGKILL else
-                120 <= saved < 280 and f"saved step {saved}" in out and "--resume" in out), saved
+        assert (saved == 80 if number == signal.SIGKILL else
+                81 <= saved < 200 and f"saved step {saved}" in out and "--resume" in out), saved
         status, out, err, log = train("--resume", out=number.name)
         assert status == 0 and not err and losses(log) == straight, number.name
         assert sorted(os.listdir(tmp_path / number.name)) == ["ckpt.pt", "log.jsonl"]
@@ -1331,18 +1331,18 @@ def test_train_folder_that_cannot_be_written_is_one_line(train, tmp_path):
     one_line(train("--dataset=pysource", f"--data_dir={tmp_path / 'file' / 'data'}"), "file/data", "Not a directory")
 
 
-@pytest.mark.parametrize("limit", [3000, 20_000])
-def test_train_full_disk_is_said_and_leaves_nothing_half_written(data_dir, tmp_path, limit):
+def test_train_full_disk_is_said_and_leaves_nothing_half_written(data_dir, tmp_path):
     """A limit on the size of a file stands for a full disk: the first lets the log begin, the second stops the checkpoint only."""
     resource = pytest.importorskip("resource")  # Windows has none
-    full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    done = subprocess.run(command(tmp_path / "out", data_dir, "--max_steps=12"), capture_output=True, text=True, timeout=60,
-                          preexec_fn=full)
-    lines = done.stderr.splitlines()
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
-    assert (lines[-1].startswith("error: ") and "ckpt.pt" in lines[-1]
-            and all(line.startswith("warning: ") for line in lines[:-1])), done.stderr
-    assert os.listdir(tmp_path / "out") == ["log.jsonl"] and records(tmp_path / "out")
+    runs = {tmp_path / str(limit): subprocess.Popen(
+        command(tmp_path / str(limit), data_dir, "--max_steps=12"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda limit=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) for limit in (3000, 20_000)}
+    for out, process in runs.items():
+        err = process.communicate(timeout=60)[1]
+        *before, last = err.splitlines()
+        assert process.returncode == 1 and "Traceback" not in err and "Exception ignored" not in err, err
+        assert last.startswith("error: ") and "ckpt.pt" in last and all(line.startswith("warning: ") for line in before), err
+        assert os.listdir(out) == ["log.jsonl"] and records(out)
 
 
 @pytest.mark.parametrize("flag, words", [("--ckpt=none.pt", ["none.pt does not exist"]), ("--ckpt=.", ["."]), ("--prompt=", ["--prompt"]),
@@ -2194,13 +2194,13 @@ def test_train_shaq_max_minutes_shortens_the_schedule(train_shaq_here, tmp_path,
 @pytest.mark.parametrize("preset, optimizer", [("sharnn", "lamb"), ("shaq", "adamw")])
 def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(text_data, preset, optimizer, train_shaq_here, monkeypatch, capsys):
     monkeypatch.chdir(text_data)
-    run = train_shaq_here if preset == "shaq" else lambda *flags: print(_train_shaq(text_data, *flags).stdout)  # each in a fresh process
     flags = [f"--preset={preset}", f"--optimizer={optimizer}", "--schedule=constant", "--batch=2", "--bptt=200"]
-    run(*flags, "--max_steps=30", "--out_dir=whole")  # 9,000 bytes: a new epoch on the way
+    train_shaq_here(*flags, "--max_steps=30", "--out_dir=whole")  # 9,000 bytes: a new epoch on the way
     assert "sample:" in capsys.readouterr().out and (text_data / "whole/best.pt").exists()
-    run(*flags, "--max_steps=13", "--out_dir=parts")
+    train_shaq_here(*flags, "--max_steps=13", "--out_dir=parts")
     assert len(losses(records(text_data / "parts"))[0]) == 13
-    run("--resume", "--max_steps=30", "--out_dir=parts")
+    resume = train_shaq_here if preset == "shaq" else lambda *flags: _train_shaq(text_data, *flags)  # in a fresh process
+    resume("--resume", "--max_steps=30", "--out_dir=parts")
     one, two = (losses(records(text_data / out))[0] for out in ("whole", "parts"))
     assert len(one) == 30 and one == two
     ckpt = torch.load(text_data / "parts/ckpt.pt", weights_only=True)
