@@ -394,7 +394,7 @@ if triton is not None:
                                        W: tl.constexpr, LOG_W: tl.constexpr, SIGNS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr,
                                        INNER: tl.constexpr, RMS: tl.constexpr):
         """
-        The gradients of the kernel above for residual and x, dresidual = dout + (that of the norm) and dx = scale * ((alpha * dresidual) H),
+        The gradients of the kernel above for residual and x, dresidual = dout + (that of the norm), dx = scale * ((alpha * dresidual) H),
         and this program's partial sums of those for weight and shift: row program_id(0) of dweight and dshift, (G, D) fp32. With
         _hadamard_grads_kernel, which reads x and dresidual, 22 bytes an element in bf16 beside an fp32 residual; what torch.compile made of
         the formula (_norm_backward_torch) and two transforms took some 34. By compiled code 26 to 55 instructions an element, 68 to 108
@@ -673,7 +673,7 @@ def _save_grads(ctx, inputs, output):
 
 def _backward_grads(ctx, ga, gb):  # dalpha = sum dy * scale * (x H), dbeta = sum dy
     x, dy = ctx.saved_tensors
-    return _hadamard(dy, None, None, ga, *ctx.how).to(x.dtype), _hadamard(x, ga, gb, None, *ctx.how).to(dy.dtype), None, None, None
+    return _hadamard(dy, None, None, ga, *ctx.how), _hadamard(x, ga, gb, None, *ctx.how), None, None, None
 
 
 _hadamard.register_autograd(_backward, setup_context=_save)

@@ -318,17 +318,25 @@ def poisoned(x, around=math.nan):
     return view, buffer
 
 
-@needs_triton
-@pytest.mark.parametrize("d, n_head, heads_only", TRITON_LAYERS)
-def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_only, monkeypatch):
-    buffers = []
+@pytest.fixture
+def guarded(monkeypatch):
+    "What the kernels write lies between sevens, and holds NaN until it is written: no seven may change"
+    buffers, empty = [], torch.empty
 
-    def empty(t):
-        view, buffer = poisoned(torch.full(t.shape, math.nan, dtype=t.dtype, device=t.device), 7.0)
-        buffers.append((t.shape, buffer))
+    def guard(shape, dtype, device):
+        view, buffer = poisoned(torch.full(shape, math.nan, dtype=dtype, device=device), 7.0)
+        buffers.append((view.numel(), buffer))
         return view
 
-    monkeypatch.setattr(torch, "empty_like", empty)
+    monkeypatch.setattr(torch, "empty_like", lambda t, dtype=None: guard(t.shape, dtype or t.dtype, t.device))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kw: guard(shape, **kw) if len(kw) == 2 and any(shape) else empty(*shape, **kw))
+    yield
+    assert buffers and all((buffer[:4096] == 7).all() and (buffer[4096 + n:] == 7).all() for n, buffer in buffers)
+
+
+@needs_triton
+@pytest.mark.parametrize("d, n_head, heads_only", TRITON_LAYERS)
+def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_only, monkeypatch, guarded):
     monkeypatch.setattr(kernels, "_FEW", 2)  # both plans with small numbers of rows; R + 1 are a whole block of them, and one more
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     R = {bits: kernels._plan(d, n_head, heads_only, bits)[0]["R"] for bits in (32, 16)}
@@ -345,8 +353,6 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
         assert error(dalpha, (dy.double() * (x.double() @ H)).sum(0)) < 1e-6 and error(dbeta, dy.double().sum(0)) < 1e-6
         if dtype == torch.float32:
             assert all(map(torch.equal, (dalpha, dbeta), kernels._grads_triton(x, dy, scale, n_head, heads_only)))
-    for shape, buffer in buffers:  # nothing was written before or behind the rows
-        assert (buffer[:4096] == 7).all() and (buffer[4096 + shape.numel():] == 7).all()
 
 
 @pytest.mark.parametrize("rms", [False, True])
@@ -407,7 +413,7 @@ def test_hadamard_triton_takes_any_strides(monkeypatch):
 @needs_triton
 @pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (96, 8, False), (1536, 16, False), (768, 12, True), (1024, 16, True),
                                                    (1536, 16, True), (96, 4, True), (2560, 20, False)])
-def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch):
+def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch, guarded):
     monkeypatch.setattr(kernels, "_FEW", 2)
     assert hadamard_norm_is_fused(d, n_head, heads_only) and not hadamard_norm_is_fused(5120, 40)
     R = {bits: kernels._plan(d, n_head, heads_only, bits, "norm")[0]["R"] for bits in (32, 16)}
@@ -416,7 +422,7 @@ def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch):
     for dtype, wide, N, rms in ((torch.float32, torch.float32, R[32] + 1, False), (torch.float16, torch.float32, R[16] + 1, True),
                                 (torch.float16, torch.float16, R[16] + 1, False), (torch.float16, torch.float32, 2, False),
                                 (torch.float16, torch.float32, 0, False)):
-        x, residual = torch.randn(N, d).to(dtype), torch.randn(N, d).to(wide)
+        x, residual = poisoned(torch.randn(N, d).to(dtype))[0], poisoned(torch.randn(N, d).to(wide))[0]
         y, normed, stats = kernels._norm_triton(x, residual, alpha, beta, weight, None if rms else shift, scale, 1e-5, rms, n_head,
                                                 heads_only)
         exact = residual.double() + alpha * (x.double() @ H) + beta
@@ -433,7 +439,7 @@ def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch):
 @needs_triton
 @pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (1024, 16, False), (96, 8, False), (1536, 16, False),
                                                    (2560, 20, False), (768, 12, True), (1536, 16, True), (96, 4, True), (64, 8, True)])
-def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeypatch):
+def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeypatch, guarded):
     "Against PyTorch's own of the two steps, in float64; programs of several blocks of rows, a tail, the same sums every time"
     monkeypatch.setattr(kernels, "_programs", lambda N, plan, warps: 2)
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
@@ -442,8 +448,8 @@ def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeyp
                                         (torch.float16, torch.float16, 1, False, False), (torch.float16, torch.float32, 0, False, True)):
         N = N * plan["R"] + (N > 1) * (plan["R"] > 1)
         alpha, weight, shift = (torch.randn(d) for _ in range(3))
-        out, dout = torch.randn(N, d).to(wide) + 1, torch.randn(d, N).to(wide).t()
-        dnormed = torch.randn(N, d).to(dtype)
+        out, dout = poisoned(torch.randn(N, d).to(wide) + 1)[0], torch.randn(d, N).to(wide).t()
+        dnormed = poisoned(torch.randn(N, d).to(dtype))[0]
         leaf = [t.double().requires_grad_() for t in (out, weight, shift)]
         y = (F.rms_norm(leaf[0], (d,), leaf[1], 1e-5) + 0 * leaf[2] if rms else F.layer_norm(leaf[0], (d,), leaf[1], leaf[2], 1e-5))
         dresidual, dweight, dshift = torch.autograd.grad(y, leaf, dnormed.double())
