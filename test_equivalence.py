@@ -3039,7 +3039,7 @@ HADAMARD_CODE = [  # most instructions an element, a little above what Triton 3.
     (51, "norm", 100, "bf16", 3072, 24, False), (50, "norm", 90, "bf16", 4096, 32, False),
     # their gradients, 10 and 16 bytes: 68 and 108 instructions
     (54, "norm backward", 80, "bf16", 768, 12, False, "fp32"), (29, "norm backward", 90, "bf16", 1024, 16, True, "fp32"),
-    (49, "norm backward", 100, "bf16", 2048, 16, False), (36, "grads", 90, "bf16", 1024, 16, True, "fp32"),
+    (49, "norm backward", 100, "bf16", 2048, 16, False), (42, "grads", 90, "bf16", 1024, 16, True, "fp32"),
     # heads of 96
     (34, "norm", 90, "bf16", 1536, 16, True), (32, "norm", 80, "bf16", 1536, 16, True, "fp32"), (32, "norm", 100, "bf16", 1536, 16, True),
 ]
