@@ -857,9 +857,7 @@ def inference_model(size, out, m, length):
     torch.manual_seed(0)
     with torch.device(m.device):
         model = GPT(GPTConfig(**SIZES[size] | dict(attn_out=out, block_size=max(length, SIZES[size].get("block_size", 1024)))))
-    for p in model.parameters():  # not model.to(), which would round the tables of angles too
-        p.requires_grad_(False)
-        p.data = p.data.to(m.dtype)
+    model.to(m.dtype).requires_grad_(False)
     if m.device.type == "cuda":
         torch.cuda.empty_cache()
     return model.eval()
@@ -962,12 +960,12 @@ def bench_decode(argv):
             prompt(), steps()
             p.forget()
             prompt(), steps()
-            peak[out] = p.mib() and p.mib() + (0 if out == "dense" else sum(c.nbytes for c in cache) / 2**20)
+            peak[out] = p.mib() and p.mib() + (0 if out == "dense" else sum(t.nbytes for c in cache for t in c) / 2**20)
             first[out], eager[out] = prompt, steps
             if args.gpu:
                 graph[out] = replay(steps, m)
         t_first = timed(first, m, args.runs, least=0.0)
-        kv = sum(c.nbytes for c in cache) * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
+        kv = sum(t.nbytes for c in cache for t in c) * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
         for mode, work in (("eager", eager), ("graph", graph)):
             t = {k: v / n for k, v in timed(work, m, args.runs, least=0.0).items()}
             gain = gains({k: v.mean() for k, v in t.items()}) if t else {}

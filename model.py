@@ -97,7 +97,7 @@ def make_norm(config):
 
 def rope_table(block_size, width):
     "cos and sin of position * 10000^(-2i/width): (block_size, 1, width / 2) each, fp32; RoFormer, arXiv:2104.09864"
-    angle = torch.arange(block_size)[:, None] * 10000.0 ** (-torch.arange(0, width, 2) / width)
+    angle = torch.arange(block_size)[:, None] * 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
     return angle.cos()[:, None, :], angle.sin()[:, None, :]
 
 
@@ -279,20 +279,23 @@ class Attention(nn.Module):
         qkv = self.c_attn(x).view(B, T, -1, d // self.n_head)                            # (B, T, 3h or 5h, d_h)
         qk, rest = qkv.split((2 * self.n_head, qkv.size(2) - 2 * self.n_head), 2)
         qk = qk if table is None else rope(qk, *table)
-        q, k, v, *more = (y for t in (qk, rest) for y in t.transpose(1, 2).split(self.n_head, 1))  # (B, h, T, d_h) each
-        k_r, q_r = more or (None, None)
-        if cache is not None:  # keys and values of all tokens so far; cache is (2 or 3, B, h, positions, d_h)
-            cache[:, :, :, at] = torch.stack((k, v, k_r)[:len(cache)]).to(cache.dtype)  # one write: torch.compile would copy all for two
-            seen = cache if mask is not None else cache[:, :, :, :at.stop]
-            k, v, k_r = [t.to(q.dtype) for t in seen] + [k_r] * (3 - len(cache))
+        q, k = qk.transpose(1, 2).split(self.n_head, 1)                                  # (B, h, T, d_h) each
+        rest = rest.unflatten(2, (-1, self.n_head)).permute(0, 3, 1, 2, 4)               # (B, h, T, 1 or 3, d_h)
+        v, q_r = (rest, None) if self.attn == "mha" else rest.split((2, 1), 3)
+        v = v.flatten(3)                                                                 # V, or [V, K_R], of one head a view
+        if cache is not None:  # keys and values of all tokens so far
+            for seen, new in zip(cache, (k, v)):
+                seen[:, :, at] = new.to(seen.dtype)
+            k, v = ((seen if mask is not None else seen[:, :, :at.stop]).to(q.dtype) for seen in cache)
         p = self.dropout if self.training else 0.0
-        if self.attn == "mha":
-            y = attention(q, k, v, dropout=p, mask=mask)                                 # S V
-        elif self.attn == "dva":
-            y, y_r = attention(q, k, torch.cat((v, k_r), -1), None, None, p, mask).chunk(2, -1)  # S [V, K_R]
-            y = torch.addcmul(y, q_r, y_r)                                               # S V + Q_R * (S K_R)
+        if self.attn == "dva_outer":
+            v, k_r = v.chunk(2, -1)
+            y = attention(q, k, v, q_r.squeeze(3), k_r, p, mask)                         # (S * (Q_R V^T)) K_R
         else:
-            y = attention(q, k, v, q_r, k_r, p, mask)                                    # (S * (Q_R V^T)) K_R
+            y = attention(q, k, v, None, None, p, mask)                                  # S V, or S [V, K_R]
+        if self.attn == "dva":
+            y, y_r = y.chunk(2, -1)
+            y = torch.addcmul(y, q_r.squeeze(3), y_r)                                    # S V + Q_R * (S K_R)
         y = y.transpose(1, 2).reshape(B, T, d)                                           # Concat(heads)
         if norm is not None:
             return hadamard_affine_norm(y, self.alpha, self.beta, residual, norm.weight, getattr(norm, "bias", None), norm.eps,
@@ -426,8 +429,8 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         if c.pos == "rope":
             cos, sin = rope_table(c.block_size, c.n_embd // c.n_head)
-            self.register_buffer("cos", cos, persistent=False)
-            self.register_buffer("sin", sin, persistent=False)
+            self.register_buffer("cos", cos.view(torch.int32), persistent=False)  # their bits: model.bfloat16() would round the angles
+            self.register_buffer("sin", sin.view(torch.int32), persistent=False)
         self.init_weights()
 
     @torch.no_grad()
@@ -459,7 +462,7 @@ class GPT(nn.Module):
         """
         T, at, mask = idx.size(1), pos, None
         if isinstance(pos, torch.Tensor):
-            mask = up_to(pos, cache[0].size(3), product_dtype(self.wte.weight))          # (1, positions)
+            mask = up_to(pos, cache[0][0].size(2), product_dtype(self.wte.weight))       # (1, positions)
         else:
             at = slice(pos, pos + T)
             if pos + T > self.config.block_size:
@@ -467,7 +470,7 @@ class GPT(nn.Module):
         x = self.wte(idx)                                                                # (B, T, d)
         if self.wpe is not None:
             x = x + self.wpe.weight[at]
-        table = (self.cos[at], self.sin[at]) if self.config.pos == "rope" else None
+        table = [bits[at].view(torch.float32) for bits in (self.cos, self.sin)] if self.config.pos == "rope" else None
         x = self.drop(x)
         for i, block in enumerate(self.h):
             x = block(x, table, cache[i] if cache is not None else None, at, mask)
@@ -484,10 +487,11 @@ class GPT(nn.Module):
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
     def new_cache(self, batch, length=None):
-        "Empty KV cache: one (2, B, h, length, d_h) tensor a layer, k and v; 3 for dva: k, v, k_R"
+        "Empty KV cache, for each layer: k (B, h, length, d_h) and v, as wide, or for dva twice: v and k_R"
         c, w = self.config, self.wte.weight
-        shape = (2 if c.attn == "mha" else 3, batch, c.n_head, length or c.block_size, c.n_embd // c.n_head)
-        return [torch.zeros(shape, device=w.device, dtype=w.dtype) for _ in range(c.n_layer)]
+        shape, d_h = (batch, c.n_head, length or c.block_size), c.n_embd // c.n_head
+        return [tuple(torch.zeros(*shape, n, device=w.device, dtype=w.dtype) for n in (d_h, d_h if c.attn == "mha" else 2 * d_h))
+                for _ in range(c.n_layer)]
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None, use_cache=True):
         """
@@ -505,7 +509,7 @@ class GPT(nn.Module):
         steps, stride = {}, 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
 
         def step(length):  # one token, against the cache's first length positions
-            x = self.hidden(token, [c[:, :, :, :length] for c in cache], at)
+            x = self.hidden(token, [(k[:, :, :length], v[:, :, :length]) for k, v in cache], at)
             new.copy_(sample(self.lm_head(x[:, -1]), temperature, top_k, u))
 
         with evaluating(self):
@@ -624,9 +628,7 @@ def fold_hadamard(model):
     if c.attn_out != "hadamard" or hadamard_heads(c) != c.n_head:
         raise ValueError(f"fold_hadamard takes attn_out='hadamard' with a head count and head width that are Hadamard orders; got "
                          f"attn_out={c.attn_out!r}, {c.n_head} heads of {c.n_embd // c.n_head}")
-    folded = GPT(replace(c, attn_out="head_hadamard")).to(model.wte.weight.device)
-    for p in folded.parameters():  # not .to(dtype), which would round the tables of angles too
-        p.data = p.data.to(model.wte.weight.dtype)
+    folded = GPT(replace(c, attn_out="head_hadamard")).to(model.wte.weight)
     folded.load_state_dict(model.state_dict())
     d_h = c.n_embd // c.n_head
     H = hadamard_matrix(d_h, torch.float64, model.wte.weight.device) * d_h ** -0.5

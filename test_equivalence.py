@@ -640,10 +640,8 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     assert x.std() > 0.1 and (x - y).abs().max() < 1e-5 * max(1, x.abs().max())
     assert folded.config.attn_out == "head_hadamard" and not folded.training
     assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
-    for p in m.parameters():
-        p.data = p.data.bfloat16()
-    low = fold_hadamard(m)
-    assert low.wte.weight.dtype == torch.bfloat16 and low.cos.dtype == torch.float32 and error(low(idx), x) < 0.05
+    low = fold_hadamard(m.bfloat16())
+    assert low.wte.weight.dtype == torch.bfloat16 and torch.equal(low.cos, folded.cos) and error(low(idx), x) < 0.05  # angles as exact
     assert fold_hadamard(m.train()).training
 
 
@@ -749,7 +747,7 @@ def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
     model, idx, writes = make(attn=attn), torch.randint(0, 97, (2, 12)), []
 
     def backend(graph, inputs):
-        writes.append(sum(n.target is operator.setitem for n in graph.graph.nodes))
+        writes.append([n.args[0].name for n in graph.graph.nodes if n.target is operator.setitem])
         return graph
 
     compiled = torch.compile(model.hidden, fullgraph=True, backend=backend)
@@ -758,9 +756,9 @@ def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
         for f, cache in ((compiled, mine), (model.hidden, theirs)):
             x = [f(idx[:, :5], cache)] + [f(idx[:, i:i + 1], cache, i) for i in range(5, 12)]  # position i becomes symbolic on the way
             cache.append(torch.cat(x, 1))
-    for a, b in zip(mine, theirs):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert set(writes[1:]) == {model.config.n_layer}  # one write to a layer's cache: of two inductor would make a copy of all of it
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    for names in writes[1:]:  # one write to each tensor: of two inductor would make a copy of all of it
+        assert len(names) == len(set(names)) == 2 * model.config.n_layer
     torch._dynamo.reset()
     compiled, cache = torch.compile(model.hidden, fullgraph=True, dynamic=False, backend=backend), model.new_cache(2)
     with torch.no_grad():
@@ -768,7 +766,7 @@ def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
         writes.clear()
         x = [compiled(idx[:, i:i + 1], cache, torch.tensor([i])) for i in range(5, 12)]
     torch.testing.assert_close(torch.cat(x, 1), theirs[-1][:, 5:], rtol=1e-4, atol=1e-5)
-    assert writes == [model.config.n_layer]  # one graph for all positions, as a CUDA graph wants it
+    assert len(writes) == 1  # one graph for all positions, as a CUDA graph wants it
 
 
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn_out="head_hadamard", norm="rmsnorm"), dict(attn="dva"),
