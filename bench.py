@@ -14,7 +14,7 @@ Each prints Markdown tables and appends its records to out/bench/WHAT.jsonl, one
 on a CPU and the papers' on a GPU, but for compare and scaling, which train: there they take minutes. python bench.py WHAT --help lists
 the flags of one.
 
-[1] Aggarwal and Kumar, arXiv:2603.08343v2 (v1 where said)   [2] Dynamic Value Attention   [3] Bharwani et al., SHAQ
+[1] Aggarwal and Kumar, arXiv:2603.08343v2 (v1 where said)   [2] Wang, Dynamic Value Attention   [3] Bharwani et al., SHAQ
 """
 import argparse
 import ast
@@ -55,7 +55,7 @@ MILLIONS = {  # [1, table 2 and v1's table 3]: dense, Hadamard; the differences 
     "large": ("1.3B", "1.2B", "-100.6M"), "medium_v1": ("1.7B", "1.6B"), "large_v1": ("2.6B", "2.4B"), "xl_v1": ("3.9B", "3.6B"),
     "xxl_v1": ("5.6B", "5.1B"),
 }
-BOOK = {"gpt2_book": 162_419_712, "dva_book": 112_800_768}  # [2]'s totals; -37.6% of the time, on a P100
+BOOK = {"gpt2_book": 162_419_712, "dva_book": 112_800_768}  # [2]'s totals; -37.6% of the time, on Kaggle's "GPU-100", a P100
 SHARNN_PUBLISHED, SHARNN_DEAD = 53_798_093, 24_576  # the published code, and what in it nothing reads
 ABLATIONS = {  # [3, tables 1 and 2]: hours an epoch on a V100, parameters, test bits per byte after 32 epochs of enwik8. The rows without
     # hours ran on another GPU, with a sharnn of 1.146 (attn3). mean_mem is 1.219 in the text and 1.208, sharnn's own figure, in the table.
@@ -80,6 +80,7 @@ ZERO_SHOT = {  # v1, table 4, in percent: dense, Hadamard. It does not say wheth
     "large": dict(piqa=(70.8, 70.9), hellaswag=(46.1, 44.6), openbookqa=(32.8, 31.5), arc_easy=(45.1, 45.9), blimp=(81.0, 81.6)),
 }
 OUTS = ["dense", "hadamard", "head_hadamard", "identity"]  # head_hadamard is also what fold_hadamard makes of a trained hadamard
+GPTS = [s for s in SIZES if s not in BOOK]  # the sizes of [1], and nano
 
 # -----------------------------------------------------------------------------
 # Shared: flags, tables, records, the clock
@@ -870,7 +871,7 @@ def gains(t):
 
 
 def speed_flags(gpu, batch, T):
-    return (("sizes", dict(type=names, default="tiny,small,base,large" if gpu else "nano", help=", ".join(SIZES))),
+    return (("sizes", dict(type=names, default="tiny,small,base,large" if gpu else "nano", help=", ".join(GPTS))),
             ("batch", dict(type=numbers, default=batch, help="one or a list")),
             ("T", dict(type=numbers, default=T, help="tokens of the prompt, one or a list")),
             ("compile", dict(type=names, default="0,1" if gpu else "0", help="0, 1 or 0,1: torch.compile without and with")),
@@ -878,7 +879,7 @@ def speed_flags(gpu, batch, T):
 
 
 def cases(args):
-    known("--sizes", args.sizes, [s for s, c in SIZES.items() if "mlp" not in c])
+    known("--sizes", args.sizes, GPTS)
     known("--compile", args.compile, ["0", "1"])
     if min(args.batch + args.T) < 1:
         die("--batch and --T: expected 1 or more")

@@ -5,11 +5,11 @@ The models of the three papers, every variant behind a flag that stands beside i
                                       attn     = mha | dva | dva_outer                         [2]
     SHAQ    one attention head over LSTMs or quasi-recurrent nets with a memory; SHAQ_PRESETS holds every ablation   [3]
 
-Needs torch and kernels.py beside it, nothing else.
+To import it needs torch and kernels.py beside it, nothing else; to run it, prepare_data.py too.
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "        samples from a trained model
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2 (and v1)
-[2] Dynamic Value Attention, the text in the paper's section 3; model sizes after Raschka's Build a Large Language Model (From Scratch)
+[2] Wang, Transformer Reconstructed with Dynamic Value Attention; model sizes after Raschka's Build a Large Language Model (From Scratch)
 [3] Bharwani et al., SHAQ: Single Headed Attention with Quasi-Recurrence, and Merity's SHA-RNN, arXiv:1911.11423, that it takes apart
 """
 import contextlib
@@ -655,7 +655,7 @@ class SHAQConfig:
     A smaller model is the same preset with a smaller width: SHAQConfig(**SHAQ_PRESETS["shaq"], n_embd=192).
     Raises ValueError, in one line, on values that make no model.
     """
-    vocab_size: int = 205           # distinct byte values of enwik8
+    vocab_size: int = 205           # distinct byte values of enwik8; train_shaq.py takes all 256, 51 rows of the embedding more
     n_layer: int = 4
     n_head: int = 1
     n_embd: int = 1024

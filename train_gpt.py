@@ -6,8 +6,9 @@ Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value 
     python train_gpt.py --resume                                          # go on where out/gpt/ckpt.pt left off
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "                # sample from it
 
-The batch is given in tokens; micro-batches, accumulation and processes divide it, and the loss curve is the same however they do.
-Nothing random is kept from step to step: batches and dropout are functions of (seed, step), so a resumed run is the run itself.
+The batch is given in tokens; micro-batches, accumulation and processes divide it, and the loss curve is the same however they do (up to
+rounding, without dropout). Nothing random is kept from step to step: batches and dropout are functions of (seed, step), so a resumed run
+is the run itself.
 """
 import argparse
 import os
@@ -64,11 +65,11 @@ def parse():
     add("--lr", type=number(float, 0), help="peak learning rate")
     add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10; nano 1e-4)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
-    add("--warmup_steps", type=number(int, 0), help="linear warm-up (default 1 in 50 steps)")
+    add("--warmup_steps", type=number(int, 0), help="linear warm-up (default 1 in 50 steps, 50 for nano)")
     add("--weight_decay", type=number(float, 0), help="of matrices (default 0.1)")
     add("--grad_clip", type=number(float, 0), help="largest gradient norm, 0: no clipping (default 1.0)")
-    add("--eval_interval", type=number(int, 1), help="steps between evaluations and checkpoints (default 1 in 20 of all)")
-    add("--eval_tokens", type=number(int, 1), help="validation tokens an evaluation reads, the same each time (default 2^20)")
+    add("--eval_interval", type=number(int, 1), help="steps between evaluations and checkpoints (default 1 in 20 of all, 250 for nano)")
+    add("--eval_tokens", type=number(int, 1), help="validation tokens an evaluation reads, always the same (default 2^20, 2^16 for nano)")
     add("--seed", type=number(int, 0), help="of initial weights, data order and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where there are instructions for it)")

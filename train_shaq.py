@@ -3,7 +3,7 @@ Train SHA-RNN, any of its ablations, or SHAQ, on parallel streams of text read i
 
     python train_shaq.py                                       # a laptop: a small shaq, Python sources, 3 minutes
     python train_shaq.py --preset=sharnn                       # the baseline in the same size; every ablation is a preset
-    python train_shaq.py --preset=shaq --dataset=enwik8 --n_embd=1024 --batch=16        # the paper's run; on a GPU this is the default size
+    python train_shaq.py --preset=shaq --dataset=enwik8 --n_embd=1024     # the paper's run, for a GPU, where it is the default
     python train_shaq.py --resume                              # go on where out/shaq/ckpt.pt left off
     python model.py --ckpt=out/shaq/ckpt.pt --prompt="def "    # sample from it
 
