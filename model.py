@@ -292,7 +292,7 @@ class Attention(nn.Module):
             v, k_r = v.chunk(2, -1)
             y = attention(q, k, v, q_r.squeeze(3), k_r, p, mask)                         # (S * (Q_R V^T)) K_R
         else:
-            y = attention(q, k, v, None, None, p, mask)                                  # S V, or S [V, K_R]
+            y = attention(q, k, v, dropout=p, mask=mask)                                 # S V, or S [V, K_R]
         if self.attn == "dva":
             y, y_r = y.chunk(2, -1)
             y = torch.addcmul(y, q_r.squeeze(3), y_r)                                    # S V + Q_R * (S K_R)
@@ -1158,6 +1158,10 @@ class Machine:
             x /= self.world
         return x
 
+    def all(self, done):
+        "Whether done is true on every process. Each waits here for the slowest."
+        return self.mean(torch.tensor(float(done), device=self.device)).item() > 1 - 0.5 / self.world
+
 
 def machine(device="auto", dtype="auto"):
     "Choose device (auto | cpu | cuda | mps) and dtype (auto | float32 | bfloat16), join torchrun's processes. ValueError: not to be had."
@@ -1213,13 +1217,15 @@ def peak_flops(m):
         for name, peak in PEAK.items():
             if f" {name} " in f" {torch.cuda.get_device_name(m.device)} ".replace("-", " "):
                 return peak, f"{name} data sheet"
-    n = 1024 if m.device.type == "cpu" else 4096
+    n, times = (1024, 1) if m.device.type == "cpu" else (4096, 20)  # a GPU does one in less time than it takes to ask for the result
     a, b = (torch.randn(n, n, device=m.device, dtype=m.dtype) for _ in range(2))
     best = math.inf
     for _ in range(6):
         t0 = time.perf_counter()
-        (a @ b)[0, 0].item()
-        best = min(best, time.perf_counter() - t0)
+        for _ in range(times):
+            c = a @ b
+        c[0, 0].item()
+        best = min(best, (time.perf_counter() - t0) / times)
     return 2 * n ** 3 / best, f"a {n}^3 product measured at the start"
 
 

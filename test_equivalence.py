@@ -1212,6 +1212,28 @@ def test_train_two_processes_are_one_with_accumulation(train, data_dir, tmp_path
     assert all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two)), (one, two)
 
 
+SLOW_STOP = """
+import os, sys, time
+sys.path.insert(0, {here!r})
+import train_gpt
+write = train_gpt.write_or_warn
+train_gpt.write_or_warn = lambda path, f: time.sleep(1.5) or write(path, f)
+train_gpt.StopSignal = lambda: type("Stops", (), dict(number=15))
+try:
+    train_gpt.main()
+except SystemExit as e:
+    open(sys.argv[0] + os.environ["RANK"], "w").write(f"{{e.code}} {{os.path.exists('out/ckpt.pt')}}")
+"""
+
+
+def test_train_no_process_leaves_before_the_checkpoint_is_there(data_dir, tmp_path):
+    (tmp_path / "stop.py").write_text(SLOW_STOP.format(here=str(HERE)))
+    line = command("out", data_dir, tool=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
+    line[line.index(str(HERE / "train_gpt.py"))] = "stop.py"
+    subprocess.run(line, cwd=tmp_path, capture_output=True, timeout=120, check=True)
+    assert [(tmp_path / f"stop.py{rank}").read_text() for rank in (0, 1)] == ["130 True"] * 2
+
+
 def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp_path):
     train("--max_steps=3", "--lr=0.01")
     before = (tmp_path / "out/ckpt.pt").read_bytes()

@@ -144,7 +144,6 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
 
 def main():
     typed = parse()
-    stop = StopSignal()
     try:
         m = machine(typed.get("device", "auto"), typed.get("dtype", RECIPES.get(typed.get("size"), {}).get("dtype", "auto")))
     except ValueError as e:
@@ -214,7 +213,7 @@ def main():
         evaluated = first if ckpt.get("evaluated", True) else None  # a signal can have come just before an evaluation
     if s["compile"]:
         model.compile()  # in place: the checkpoint's keys stay as they are
-    net = (torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None)
+    net = (torch.nn.parallel.DistributedDataParallel(model, [m.device.index] if m.device.type == "cuda" else None, broadcast_buffers=False)
            if m.world > 1 else model)
 
     flops, (peak, peak_from) = model.flops_per_token(), peak_flops(m)
@@ -233,11 +232,13 @@ def main():
         say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
 
     def save(step):
+        "On every rank: none goes on, or leaves, before the file is there"
         state = dict(kind="GPT", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
                      evaluated=evaluated == step, settings=s, data=source, versions=versions)
-        return write_or_warn(path, lambda f: torch.save(state, f))
+        return m.all(m.rank > 0 or write_or_warn(path, lambda f: torch.save(state, f)))
 
     # loop
+    stop = StopSignal()
     clock, val, saved = time.perf_counter(), None, True
     spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
     step = first
@@ -251,7 +252,7 @@ def main():
             evaluated = step
             if m.rank == 0:
                 log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits)
-                saved = save(step) if step or last else saved
+            saved = save(step) if step or last else saved
             clock = time.perf_counter()
         if last:
             break
@@ -296,7 +297,7 @@ def main():
         if m.rank == 0:
             log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu)
         if stopping:
-            if m.rank == 0 and save(step + 1):
+            if save(step + 1):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
                     + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={s['out_dir']}"))
             raise SystemExit(130)
@@ -321,7 +322,7 @@ def main():
     if m.world > 1:
         dist.barrier()  # a rank that leaves while another still works can abort at exit
         dist.destroy_process_group()
-    if not saved:
+    if not saved and m.rank == 0:
         die(f"the last checkpoint could not be written to {path}")
 
 

@@ -107,8 +107,8 @@ def window_length(seed, step, bptt):
 def read(tokens, streams, length, at, T, device):
     "Tokens at .. at + T of each stream, stream i starting at i * length: inputs and targets, (len(streams), T) int64"
     rows = torch.from_numpy(np.stack([tokens[i * length + at:i * length + at + T + 1] for i in streams]))
-    rows = rows.pin_memory() if device.type == "cuda" else rows
-    return rows[:, :-1].to(device, non_blocking=True), rows[:, 1:].to(device, non_blocking=True)
+    rows = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
+    return rows[:, :-1], rows[:, 1:]
 
 
 def evaluate(model, tokens, eval_tokens, s, m, streams=16):
@@ -133,7 +133,6 @@ def evaluate(model, tokens, eval_tokens, s, m, streams=16):
 
 def main():
     typed = parse()
-    stop = StopSignal()
     try:
         m = machine(typed.get("device", "auto"), typed.get("dtype", "auto"))
     except ValueError as e:
@@ -204,7 +203,7 @@ def main():
         evaluated = first if ckpt.get("evaluated", True) else None  # a signal can have come just before an evaluation
     if s["compile"]:
         model.compile()
-    net = (torch.nn.parallel.DistributedDataParallel(model, device_ids=[m.device.index] if m.device.type == "cuda" else None)
+    net = (torch.nn.parallel.DistributedDataParallel(model, [m.device.index] if m.device.type == "cuda" else None, broadcast_buffers=False)
            if m.world > 1 else model)
     per_epoch = length / (0.975 * s["bptt"])
     if s.get("max_steps") is None:
@@ -229,14 +228,14 @@ def main():
         say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
 
     def save(step, where):
-        whole = gather(state, m)  # on every rank: each holds the state of its own streams
-        if m.rank:
-            return True
+        "On every rank: each holds the state of its own streams, and none goes on, or leaves, before the file is there"
+        whole = gather(state, m)
         content = dict(kind="SHAQ", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, at=at, epoch=epoch,
                        best=best, minutes=minutes, evaluated=evaluated == step, state=whole, settings=s, data=source, versions=versions)
-        return write_or_warn(where, lambda f: torch.save(content, f))
+        return m.all(m.rank > 0 or write_or_warn(where, lambda f: torch.save(content, f)))
 
     # loop
+    stop = StopSignal()
     clock, saved, spent, counted = time.perf_counter(), True, 0.0, 0
     step = first
     while True:
@@ -309,7 +308,7 @@ def main():
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
-    if os.path.exists(best_path) and saved:
+    if m.all(saved and os.path.exists(best_path)):
         model.load_state_dict(load_checkpoint(best_path, "SHAQ")["model"])
     if data.test is not None:
         test = evaluate(model, data.test, s["eval_tokens"], s, m, streams=8)
@@ -328,7 +327,7 @@ def main():
     if m.world > 1:
         dist.barrier()  # a rank that leaves while another still works can abort at exit
         dist.destroy_process_group()
-    if not saved:
+    if not saved and m.rank == 0:
         die(f"the last checkpoint could not be written to {path}")
 
 
