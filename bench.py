@@ -46,7 +46,7 @@ import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
 from model import (GPT, LAMB, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, detach_state, load_checkpoint,
                    lr_at, machine, model_of, param_groups, peak_flops)
-from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, progress, run
+from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, number, progress, run
 
 # -----------------------------------------------------------------------------
 # What the papers say
@@ -328,7 +328,12 @@ def settings(kind, text, what):
             out[name] = value if kind_of in (str, tuple) else flag01(value) if kind_of is bool else kind_of(ast.literal_eval(value))
         except Exception:  # whatever literal_eval raises on words
             die(f"{what}: {name}={value!r}: expected {'0 or 1' if kind_of is bool else 'a number'}")
-    for name, choices in (("size", SIZES), ("preset", SHAQ_PRESETS)):
+        if isinstance(out[name], (int, float)):
+            least = 1 if kind_of is int and name not in ("warmup_steps", "mem_len") else 0
+            if not least <= out[name] < math.inf or (kind_of is int and ast.literal_eval(value) != out[name]):
+                die(f"{what}: {name}={value}: expected {'a whole number,' if kind_of is int else ''} {least} or more")
+    for name, choices in (("size", SIZES), ("preset", SHAQ_PRESETS), ("schedule", ["cosine", "constant"]), ("optimizer", ["lamb", "adamw"]),
+                          ("decay", ["matrices", "all"]), ("eval_windows", ["spread", "first"])):
         if name in out:
             known(f"{what}: {name}", [out[name]], list(choices))
     return out
@@ -495,9 +500,9 @@ def bench_compare(argv):
         ("variant", dict(action="append", help='name=value,.. of the model or its recipe; repeat the flag. "" is the default model. '
                                                "Without any: the four output projections, or sharnn and shaq")),
         ("set", dict(help="name=value,.. for all variants (where not given, runs of seconds on a CPU, minutes on a GPU)")),
-        ("seeds", dict(type=int, default=5, help="how many")), ("seed", dict(type=int, default=1, help="the first")),
+        ("seeds", dict(type=number(int, 1), default=5, help="how many")), ("seed", dict(type=number(int, 0), default=1, help="the first")),
         ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
-        ("points", dict(type=int, default=10, help="evaluations a run")),
+        ("points", dict(type=number(int, 1), default=10, help="evaluations a run")),
         ("compile", dict(type=flag01, default=on_gpu(argv), help="torch.compile (default 1 on a GPU)")))
     kind = args.model
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
@@ -578,10 +583,10 @@ def bench_kernels(argv):
     args, m = start(
         "kernels", bench_kernels.__doc__, argv,
         ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072" if gpu else "768,1024,2048", help="d")),
-        ("rows", dict(type=int, default=65536 if gpu else 4096, help="rows of d numbers")),
+        ("rows", dict(type=number(int, 1), default=65536 if gpu else 4096, help="rows of d numbers")),
         ("pool", dict(type=names, default="16x1024x1024,1x16384x1024" if gpu else "16x128x256", help="fo-pool's shapes, BxTxH")),
         ("heads", dict(type=names, default="2x256x768,16x1024x768" if gpu else "2x256x192", help="one wide head's shapes, BxTxd")),
-        ("rounds", dict(type=int, default=7, help="interleaved measurements of each")))
+        ("rounds", dict(type=number(int, 1), default=7, help="interleaved measurements of each")))
     for d in args.widths:
         try:
             hadamard_matrix(d)
@@ -881,7 +886,7 @@ def speed_flags(gpu, batch, T):
             ("batch", dict(type=numbers, default=batch, help="one or a list")),
             ("T", dict(type=numbers, default=T, help="tokens of the prompt, one or a list")),
             ("compile", dict(type=names, default="0,1" if gpu else "0", help="0, 1 or 0,1: torch.compile without and with")),
-            ("runs", dict(type=int, default=3, help="latency is their mean and standard deviation")))
+            ("runs", dict(type=number(int, 1), default=3, help="latency is their mean and standard deviation")))
 
 
 def cases(args):
@@ -938,7 +943,7 @@ def bench_decode(argv):
     at the bandwidth of a copy in this run. After that SHAQ, byte by byte."""
     gpu = on_gpu(argv)
     args, m = start("decode", bench_decode.__doc__, argv, *speed_flags(gpu, "2048" if gpu else "8", "1" if gpu else "32"),
-                    ("new_tokens", dict(type=int, default=64 if gpu else 16, help="steps after the first token")),
+                    ("new_tokens", dict(type=number(int, 1), default=64 if gpu else 16, help="steps after the first token")),
                     ("presets", dict(type=names, default="sharnn,shaq", help="of SHAQ, byte by byte")))
     n, rows, todo = args.new_tokens, [], cases(args)
     if n < 1:
@@ -1042,7 +1047,7 @@ def bench_train(argv):
         ("set", dict(default="", help="name=value,.. for the GPTs (on a CPU the two books are 4 layers of 256 where not given)")),
         ("shaq_set", dict(default="", help="the same for SHAQ")),
         ("compile", dict(type=flag01, default=gpu, help="torch.compile")),
-        ("rounds", dict(type=int, default=5 if gpu else 3, help="steps of each that are timed")))
+        ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed")))
     known("--models", args.models, ["gpt", "book", "shaq"])
     known("--sizes", args.sizes, SIZES)
     known("--presets", args.presets, SHAQ_PRESETS)
@@ -1124,8 +1129,8 @@ def bench_scaling(argv):
                        help="names of sizes, or layers x width")),
         ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
         ("set", dict(default="", help="name=value,.. for all (on a CPU batches of 2048 tokens, T 128, where not given)")),
-        ("tokens_per_param", dict(type=float, default=20.0, help="compute-optimal: 20")),
-        ("seeds", dict(type=int, default=1, help="how many")), ("seed", dict(type=int, default=1, help="the first")),
+        ("tokens_per_param", dict(type=number(float, 0), default=20.0, help="compute-optimal: 20")),
+        ("seeds", dict(type=number(int, 1), default=1, help="how many")), ("seed", dict(type=number(int, 0), default=1, help="the first")),
         ("compile", dict(type=flag01, default=gpu, help="torch.compile")))
     common = settings("gpt", args.set or ("" if gpu else "block_size=128,batch_tokens=2048,lr=4e-3,min_lr=4e-4,eval_tokens=65536"), "--set")
     known("--variants", args.variants, OUTS)
@@ -1271,8 +1276,8 @@ def bench_eval(argv):
     args, m = start("eval", bench_eval.__doc__, argv, ("ckpt", dict(default="out/gpt/ckpt.pt", help="checkpoint of train_gpt.py")),
                     ("tasks", dict(type=names, default="piqa,hellaswag,openbookqa,arc_easy,blimp", help="names that lm_eval knows")),
                     ("include_path", dict(help="folder with task files (YAML) of your own")),
-                    ("limit", dict(type=int, help="only so many questions of each")),
-                    ("batch", dict(type=int, default=16, help="sequences at a time")))
+                    ("limit", dict(type=number(int, 1), help="only so many questions of each")),
+                    ("batch", dict(type=number(int, 1), default=16, help="sequences at a time")))
     try:
         from lm_eval import simple_evaluate
         from lm_eval.api.model import LM
@@ -1328,11 +1333,11 @@ def records(folder, what, run_at):
         return []
     rows = []
     with open(path, encoding="utf-8") as f:
-        for number, line in enumerate(f, 1):
+        for i, line in enumerate(f, 1):
             try:
                 rows.append(json.loads(line))
             except ValueError:
-                print(f"note: {path}, line {number} is cut short; left out", file=sys.stderr)
+                print(f"note: {path}, line {i} is cut short; left out", file=sys.stderr)
     run_at = run_at or (rows[-1]["run"] if rows else None)
     return [r for r in rows if r["run"] == run_at]
 

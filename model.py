@@ -408,6 +408,8 @@ class GPT(nn.Module):
         for name, known in CHOICES.items():
             if getattr(c, name) not in known:
                 raise ValueError(f"{name}={getattr(c, name)!r}: expected one of {', '.join(known)}")
+        if min(c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size) < 1 or not 0 <= c.dropout < 1:
+            raise ValueError("expected n_layer, n_head, n_embd, block_size and vocab_size of 1 or more, dropout from 0 to below 1")
         if c.n_embd % c.n_head or (c.pos == "rope" and c.n_embd // c.n_head % 2):
             raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}, by an even number where pos is rope")
         if c.attn_out == "head_hadamard":
@@ -1288,7 +1290,7 @@ def main():
     parser.add_argument("--tokens", type=number(int, 0), default=500, help="how many tokens to add")
     parser.add_argument("--temperature", type=number(float, 0), default=0.8, help="0 takes the likeliest token each time")
     parser.add_argument("--top_k", type=number(int, 0), default=50, help="draw from the k likeliest tokens only; 0: from all")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
+    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
     args = parser.parse_args()
     try:
@@ -1296,7 +1298,7 @@ def main():
         ckpt = load_checkpoint(args.ckpt)
     except ValueError as e:
         die(e)
-    ids = encode(ckpt["data"]["tokenizer"], args.prompt)
+    ids = encode(ckpt["data"]["tokenizer"], os.fsencode(args.prompt).decode(errors="replace"))  # what was typed may be no UTF-8
     if not ids:
         die("--prompt is empty: give at least one character to continue")
     model = model_of(ckpt).to(m.device)

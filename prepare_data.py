@@ -54,20 +54,37 @@ def die(message, status=1):
     """Print one line on stderr and exit: for whatever a user can cause and can put right."""
     if progress.open:  # do not write behind a half-finished progress line
         print(file=sys.stderr)
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
     raise SystemExit(status)
 
 
-def run(main):
+def run(main, again=""):
     """Call main(); Ctrl-C, a full disk, a folder that is not writable and the like end in one line, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a sample may hold characters that the terminal has not
+            stream.reconfigure(errors="backslashreplace")
     try:
         main()
     except KeyboardInterrupt:
-        die("interrupted; type the same command again to go on", 130)
+        die("interrupted" + again, 130)
+    except (MemoryError, RuntimeError) as e:  # PyTorch's own are RuntimeErrors
+        if not isinstance(e, MemoryError) and not re.search("out of memory|can't allocate memory|C\\+\\+ compiler", str(e)):
+            raise
+        die("torch.compile wants a C++ compiler: install g++, or take --compile=0" if "compiler" in str(e) else
+            f"out of memory: take a smaller model, batch, window or file ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
     except OSError as e:
         advice = {errno.ENOSPC: "; free some space and type the same command again",
                   errno.EACCES: "; choose a place you may write to", errno.EROFS: "; choose a place you may write to"}
         die(f"{e.filename + ': ' if e.filename else ''}{e.strerror or e}{advice.get(e.errno, '')}")
+
+
+def report(text):
+    """print, but a full disk or a closed pipe behind stdout costs the lines, not the run."""
+    try:
+        print(text, flush=True)
+    except OSError as e:
+        sys.stdout = open(os.devnull, "w")
+        print(f"warning: stdout: {e.strerror}; going on without it", file=sys.stderr)
 
 
 def nearest(word, words):
@@ -88,7 +105,7 @@ def number(kind, low, high=float("inf")):
     """argparse type: an int or a float from low to high."""
     def parse(text):
         value = kind(text)
-        if not low <= value <= high:
+        if not low <= value <= high or value == float("inf"):
             raise argparse.ArgumentTypeError(f"expected {low} {f'to {high}' if high < float('inf') else 'or more'}, got {text}")
         return value
     parse.__name__ = kind.__name__  # argparse says "invalid int value"
@@ -182,12 +199,29 @@ def progress(done, total, t0, what, start=0, unit="MB", scale=1e6):
 progress.last, progress.open = -1e9, False
 
 
+def claim(file):
+    """Lock an open file for this process, where the system knows such locks; dies if another process has it."""
+    try:
+        import fcntl
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        die(f"another run writes {file.name}: wait for its end, or take another --out_dir")
+    except (ImportError, OSError):  # Windows, some network file systems
+        pass
+
+
 class Log:
     """OUT/log.jsonl: one JSON object a line, the first says what ran. A full disk costs the record, not the run."""
 
     def __init__(self, path, first, resume_step=None):
         """resume_step: keep an earlier log up to the records of that step, the rest was never checkpointed."""
-        lines = []
+        lines, folder = [], os.path.dirname(path) or "."
+        if os.path.exists(path):
+            with open(path, "r+b") as f:
+                claim(f)
+        for name in os.listdir(folder):
+            if re.fullmatch(r"(ckpt\.pt|best\.pt|log\.jsonl)\.\d+\.tmp", name):  # of a run that was killed while it wrote
+                os.remove(os.path.join(folder, name))
         if resume_step is not None and os.path.exists(path):
             with open(path, "rb") as f:
                 for line in f:
@@ -198,6 +232,7 @@ class Log:
         lines.append(json.dumps(first).encode() + b"\n")
         write_atomic(path, lambda f: f.writelines(lines))
         self.file, self.path = open(path, "ab", buffering=0), path
+        claim(self.file)
 
     def __call__(self, **record):
         line, end = json.dumps(record).encode() + b"\n", self.file.seek(0, os.SEEK_END)
@@ -433,7 +468,7 @@ class Source:
     tokenizer: str = "byte"
     size: int = 0
     digest: tuple = ()
-    revised: bool = False
+    revised: bytes = b""  # of a text without fixed size and digest: what it must hold, which half of it, or a web page, lacks
     percent: tuple = (90,)  # where train ends and val starts, where val ends and test starts
 
 
@@ -443,7 +478,8 @@ DATASETS = {
                           size=1_115_394,
                           digest=("sha256", "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")),
     "warandpeace": Source("https://www.gutenberg.org/cache/epub/2600/pg2600.txt", "gpt2", 3_292_505,
-                          ("sha256", "3bb73e3f3bdc6b5e46f8ad49f750cc84883d96701d1057e2446b1d27cf8d974c"), revised=True),
+                          ("sha256", "3bb73e3f3bdc6b5e46f8ad49f750cc84883d96701d1057e2446b1d27cf8d974c"),
+                          revised=rb"END OF TH(E|IS) PROJECT GUTENBERG EBOOK"),
     "enwik8": Source("https://mattmahoney.net/dc/enwik8.zip", size=100_000_000,
                      digest=("sha1", "57b8363b814821dc9d47aa4d41f58733519076b2"), percent=(90, 95)),
     "fineweb10B": Source("https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main", "gpt2"),
@@ -487,6 +523,7 @@ def read(path, utf8=False):
 def download(url, part, resume=True):
     """Fetch url into the file part, going on where an earlier attempt stopped if the server can, else afresh."""
     os.makedirs(os.path.dirname(part), exist_ok=True)
+    furthest = os.path.getsize(part) if resume and os.path.exists(part) else 0
     what, remedy = os.path.basename(part), "give a mirror with --url or a local copy with --from_file"
     with open(part, "ab" if resume else "wb") as f:
         while True:
@@ -516,10 +553,11 @@ def download(url, part, resume=True):
                     e.filename = part
                     raise
                 problem = getattr(e, "reason", None) or e
-            if have == start:  # not a byte came: give up; otherwise ask for the rest at once
+            if have <= furthest:  # no further than before: give up; otherwise ask for the rest at once
                 if not have:
                     os.remove(part)
                 die(f"cannot download {url} ({problem}); type the same command to resume, or {remedy}")
+            furthest = have
 
 
 def fetch(name, folder, url):
@@ -537,7 +575,7 @@ def fetch(name, folder, url):
     digest = hashlib.new(algorithm, raw).hexdigest()
     if (len(raw), digest) != (source.size, expected):
         problem = f"{len(raw):,} bytes, {algorithm} {digest}; expected {source.size:,} bytes, {expected}"
-        if not source.revised:
+        if not (source.revised and re.search(source.revised, raw)):
             os.remove(used)
             die(f"{url} is not {name} ({problem}); removed {used}: download it again or name another file")
         print(f"note: {url} is not the edition that our figures are for ({problem})", file=sys.stderr)
@@ -629,6 +667,8 @@ def main(argv=None):
         die(f"unknown data set {dataset!r}{nearest(dataset, DATASETS)} (known: {', '.join(DATASETS)}, --input FILE...)")
     if args.input and (args.dataset or not args.name or args.name in DATASETS):
         die("--input FILE... goes with a --name of your own and without a named data set")
+    if name in DATASETS and name != dataset:
+        die(f"--name={name} is another data set's: take a name of your own")
     if not re.fullmatch(r"\w[\w.-]*", name):
         die(f"--name {name!r} is no folder name: take letters, digits, _ - .")
     source = DATASETS[dataset]
@@ -655,4 +695,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing half-written stays, no worker
+    run(main, again="; type the same command again to go on")

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import http.server
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -1092,6 +1093,9 @@ def test_train_learns_logs_samples_and_saves(train, tmp_path, monkeypatch, capsy
         pd.run(model_py.main)
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("def ")
+    monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={path}", "--prompt=\udcff", "--tokens=1", "--device=cpu"])  # no UTF-8
+    pd.run(model_py.main)
+    assert capsys.readouterr().out.startswith("\ufffd")
 
 
 def test_train_reads_every_window_once_an_epoch_in_another_order():
@@ -1239,8 +1243,17 @@ def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp
     before = (tmp_path / "out/ckpt.pt").read_bytes()
     one_line(train("--lr=1e30", "--warmup_steps=0", "--eval_interval=100", "--max_steps=9"), "step ", "Lower --lr", "ckpt.pt")
     assert (tmp_path / "out/ckpt.pt").read_bytes() == before
+    one_line(train("--lr=1e30", "--warmup_steps=0", "--max_steps=1", "--eval_interval=1"), "step 1: validation loss", "ckpt.pt")
+    assert (tmp_path / "out/ckpt.pt").read_bytes() == before  # nor does its evaluation save it
     load_checkpoint(str(tmp_path / "out/ckpt.pt"))
     one_line(train("--lr=1e30", "--warmup_steps=0", "--eval_interval=100", out="new"), "step ", "no checkpoint yet")
+
+
+def test_train_goes_on_in_a_folder_that_was_moved(train, tmp_path):
+    train("--max_steps=3")
+    os.rename(tmp_path / "out", tmp_path / "moved")
+    status, out, err, log = train("--resume", "--max_steps=4", out="moved")
+    assert status == 0 and list(losses(log)[0]) == [0, 1, 2, 3] and not (tmp_path / "out").exists()
 
 
 BAD_FLAGS = [
@@ -1251,6 +1264,7 @@ BAD_FLAGS = [
     (1, ["--attn=dva"], ["attn=dva", "attn_out"]), (1, ["--batch_tokens=300"], ["--batch_tokens=300", "take 256"]),
     (1, ["--batch_tokens=288", "--micro_batch=2"], ["--batch_tokens=288", "take 256"]),
     (1, ["--batch_tokens=8"], ["--batch_tokens=8", "take"]), (1, ["--block_size=65536", "--batch_tokens=65536"], ["--block_size"]),
+    (1, ["--dropout=1"], ["dropout"]), (2, ["--lr=inf"], ["--lr", "inf"]), (2, [f"--seed={2**70}"], ["--seed"]),
     (1, ["--dataset=minee"], ["minee", "not prepared", "--input FILE... --name minee"]),
     (1, ["--dataset=enwik8"], ["python prepare_data.py enwik8"]), (1, ["--resume"], ["ckpt.pt", "does not exist"]),
 ]
@@ -2202,11 +2216,16 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, capsys):
     out = f"--out_dir={tmp_path / 'o'}"
     fails(capsys, lambda: train_shaq_here("--bptt=90000", out), "--bptt=90000")
     fails(capsys, lambda: train_shaq_here("--eval_tokens=10", out), "--eval_tokens")
-    train_shaq_here("--max_steps=0", out)
+    train_shaq_here("--max_steps=0", "--n_embd=8", out)
+    train_shaq_here("--max_steps=0", out)  # the best is this run's, though there was another's
     assert losses(records(tmp_path / "o"))[1].keys() == {0}
+    assert torch.load(tmp_path / "o/best.pt", weights_only=True)["config"]["n_embd"] == 16
     fails(capsys, lambda: train_shaq_here("--resume", "--n_embd=32", out), "n_embd", "checkpoint")
     fails(capsys, lambda: train_shaq_here("--resume", "--stage2=x", out), "--stage2", "--resume")
-    fails(capsys, lambda: train_shaq_here("--lr=1e30", "--warmup_steps=0", "--max_steps=20", "--eval_interval=100", out), "Lower --lr")
+    fails(capsys, lambda: train_shaq_here("--stage2=", out), "does not exist")
+    for interval in (1, 100):
+        flags = "--optimizer=adamw", "--lr=1e30", "--warmup_steps=0", "--max_steps=20", f"--eval_interval={interval}"
+        fails(capsys, lambda: train_shaq_here(*flags, out), "Lower --lr")
     pd.prepare(str(tmp_path / "mine"), "mine", "byte", b"other " * 2000, "")
     fails(capsys, lambda: train_shaq_here("--resume", "--max_steps=9", f"--data_dir={tmp_path}", out), "SHA-256", "prepare the same data")
 
@@ -2566,7 +2585,7 @@ def test_data_download_goes_on_from_a_part_file(corpus, ranges, left):
 
 def test_data_revised_source_is_never_spliced(corpus, monkeypatch, capsys):
     text, packed, data = corpus
-    monkeypatch.setitem(pd.DATASETS, "enwik8", pd.Source(revised=True, url="http://x", size=1, digest=("sha1", "")))
+    monkeypatch.setitem(pd.DATASETS, "enwik8", pd.Source(revised=b".", url="http://x", size=1, digest=("sha1", "")))
     os.makedirs(f"{data}/enwik8")
     Path(f"{data}/enwik8/enwik8.zip.part").write_bytes(packed[:1000])
     with server(packed) as (url, seen):
@@ -2600,16 +2619,20 @@ def test_data_no_network_names_the_ways_out(corpus, capsys):
         main = lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={corpus[2]}"])
         fails(capsys, main, "stopped at 1,000", "resume")
     assert os.listdir(f"{corpus[2]}/enwik8") == ["enwik8.zip.part"]
+    with server(corpus[1], ranges=False, cut=(1000,) * 99) as (url, seen):  # begins anew each time, and never gets further
+        fails(capsys, lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={corpus[2]}"]), "stopped at 1,000")
+    assert len(seen) == 1
 
 
-def test_data_interrupt_is_one_line_and_keeps_the_part(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_data_interrupt_is_one_line_and_keeps_the_part(number, tmp_path):
     with server(bytes(1 << 22), rate=0.1) as (url, _):
         command = [sys.executable, pd.__file__, "enwik8", f"--url={url}", f"--data_dir={tmp_path}"]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         part = tmp_path / "enwik8" / "enwik8.zip.part"
         while process.poll() is None and not (part.exists() and part.stat().st_size):
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         err = process.communicate(timeout=20)[1]
     assert process.returncode == 130 and "interrupted" in err.splitlines()[-1] and "Traceback" not in err
     assert part.stat().st_size > 0 and os.listdir(tmp_path / "enwik8") == ["enwik8.zip.part"]
@@ -2628,6 +2651,7 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     fails(capsys, main("--input", str(tmp_path / "latin"), "--name=../x"), "no folder name")
     fails(capsys, main("--input", str(tmp_path / "latin")), "--name")
     fails(capsys, main("--input", str(tmp_path / "latin"), "--name=enwik8"), "--name of your own")
+    fails(capsys, main("pysource", "--name=enwik8"), "--name=enwik8 is another")
     fails(capsys, main("pysource", f"--from_file={tmp_path / 'latin'}"), "for data sets that are downloaded")
     fails(capsys, main("shakespeare", "--from_file", str(tmp_path / "none")), "none", "No such file")
     fails(capsys, main("fineweb10B", "--shards=0"), "--shards from 1")
@@ -2636,6 +2660,46 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["prepare_data.py", f"--data_dir={tmp_path / 'one'}"])
     fails(capsys, lambda: pd.run(pd.main), "one/pysource/meta.json: Not a directory")
     assert not [f for _, _, files in os.walk(tmp_path / "d") for f in files]
+
+
+def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
+    def ends(error):
+        def main():
+            raise error
+        return lambda: pd.run(main)
+    fails(capsys, ends(KeyboardInterrupt()), "interrupted", status=130)
+    fails(capsys, ends(MemoryError()), "out of memory: take a smaller")
+    fails(capsys, ends(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")), "out of memory: take a smaller", "2.00 GiB")
+    fails(capsys, ends(RuntimeError("InvalidCxxCompiler: No working C++ compiler found")), "--compile=0")
+    for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), TypeError("a fault of ours")):
+        with pytest.raises(type(error)):
+            ends(error)()
+    fails(capsys, lambda: pd.die("two\n  lines"), "error: two lines")
+
+
+def test_data_a_run_outlives_its_terminal(capsys, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+    monkeypatch.setattr(sys, "stdout", Gone())
+    pd.report("lost")
+    pd.report("lost, and nothing said")
+    assert capsys.readouterr().err == "warning: stdout: Broken pipe; going on without it\n"
+
+
+def test_data_one_run_at_a_time_writes_to_a_folder(tmp_path):
+    for name in ("ckpt.pt.12.tmp", "best.pt.3.tmp", "notes.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    path = str(tmp_path / "log.jsonl")
+    log = pd.Log(path, dict(mine=1))
+    assert sorted(os.listdir(tmp_path)) == ["log.jsonl", "notes.tmp"]  # what a killed run had begun is gone
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import prepare_data; prepare_data.Log({path!r}, dict(theirs=1))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert other.returncode == 1 and other.stderr.startswith("error: another run writes ") and other.stderr.count("\n") == 1, other.stderr
+    log(step=0)
+    assert records(tmp_path) == [dict(mine=1), dict(step=0)]
+    log.file.close()
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0 and records(tmp_path) == [dict(theirs=1)]
 
 
 def test_data_full_disk_leaves_nothing_half_written(tmp_path, capsys, monkeypatch):
@@ -2677,11 +2741,17 @@ def test_data_small_promises(toy, monkeypatch):
     assert stop.number == 15
 
 
-def test_data_book_has_plain_line_ends(tmp_path):
-    (tmp_path / "book").write_bytes("größer\r\n".encode() * 50)
-    pd.main(["warandpeace", "--tokenizer=byte", f"--from_file={tmp_path / 'book'}", f"--data_dir={tmp_path}"])
+def test_data_book_has_plain_line_ends_and_an_end(tmp_path, capsys):
+    end, main = "*** END OF THE PROJECT GUTENBERG EBOOK", ["warandpeace", "--tokenizer=byte", f"--data_dir={tmp_path}"]
+    (tmp_path / "book").write_bytes(("größer\r\n" * 49 + end).encode())
+    pd.main([*main, f"--from_file={tmp_path / 'book'}"])
     d = pd.load_dataset("warandpeace", str(tmp_path))
-    assert [pd.decode("byte", t[:].tolist()) for t in (d.train, d.val)] == ["größer\n" * 45, "größer\n" * 5]
+    assert pd.decode("byte", np.concatenate((d.train[:], d.val[:])).tolist()) == "größer\n" * 49 + end
+    before = sorted(os.listdir(tmp_path / "warandpeace"))
+    for page in (b"<html>sign in</html>", "größer\r\n".encode() * 50):  # a page in the book's place; the first half of one
+        with server(page) as (url, _):
+            fails(capsys, lambda: pd.main([*main, f"--url={url}"]), "is not warandpeace", "removed")
+    assert sorted(os.listdir(tmp_path / "warandpeace")) == before
 
 
 @pytest.fixture
@@ -2900,8 +2970,13 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys):
         (["compare", "--variant=preset=shak", "--variant=", "--model=shaq"], "did you mean shaq?"),
         (["kernels", "--pool=3"], "expected BxTxH"), (["kernels", "--heads=1x8x16"], "a multiple of 12"),
         (["code", "--widths=100"], "'100' is none of 256, 768"), (["plot", f"--records={tmp_path}"], "error: "),
-        (["eval", f"--ckpt={tmp_path}/none"], "error: "), (["train", "--rounds=x"], "--rounds")):
-        fails(capsys, lambda: bench.main(argv), words, status=2 if argv[-1:] == ["--rounds=x"] else 1)
+        (["compare", "--set=n_layer=2.9"], "a whole number, 1 or more"), (["compare", "--set=max_steps=0"], "max_steps=0"),
+        (["compare", "--set=lr=-1"], "lr=-1"), (["compare", "--set=schedule=kosine"], "did you mean cosine?"),
+        (["compare", "--model=shaq", "--set=optimizer=sgd"], "lamb, adamw"),
+        (["eval", f"--ckpt={tmp_path}/none"], "error: ")):
+        fails(capsys, lambda: bench.main(argv), words)
+    for argv in (["train", "--rounds=x"], ["kernels", "--rows=0"], ["prefill", "--runs=0"], ["compare", "--seed=-1"]):
+        fails(capsys, lambda: bench.main(argv), argv[1].split("=")[0], status=2)
 
 
 def test_bench_timing_interleaves_and_warms_up():

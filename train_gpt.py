@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from kernels import hadamard_path
 from model import (CHOICES, GPT, SIZES, GPTConfig, evaluating, hadamard_heads, load_checkpoint, lr_at, machine, param_groups, peak_flops)
-from prepare_data import Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, run, write_or_warn
+from prepare_data import (Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, report, run,
+                          write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; whatever is typed counts.
@@ -70,7 +71,7 @@ def parse():
     add("--grad_clip", type=number(float, 0), help="largest gradient norm, 0: no clipping (default 1.0)")
     add("--eval_interval", type=number(int, 1), help="steps between evaluations and checkpoints (default 1 in 20 of all, 250 for nano)")
     add("--eval_tokens", type=number(int, 1), help="validation tokens an evaluation reads, always the same (default 2^20, 2^16 for nano)")
-    add("--seed", type=number(int, 0), help="of initial weights, data order and dropout (default 1337)")
+    add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, data order and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where there are instructions for it)")
     add("--compile", type=flag01, help="torch.compile the model (default 1 on a GPU)")
@@ -148,7 +149,7 @@ def main():
         m = machine(typed.get("device", "auto"), typed.get("dtype", RECIPES.get(typed.get("size"), {}).get("dtype", "auto")))
     except ValueError as e:
         die(e)
-    say = print if m.rank == 0 else lambda *a, **k: None
+    say = report if m.rank == 0 else lambda text: None
 
     # set-up: settings, data
     ckpt, path = None, os.path.join(typed.get("out_dir", "out/gpt"), "ckpt.pt")
@@ -160,6 +161,7 @@ def main():
         if "dtype" not in typed:  # the same arithmetic as before, even if this machine would choose another
             m.dtype = getattr(torch, ckpt["settings"]["dtype"])
     s, c = settle(typed, ckpt["config"] | ckpt["settings"] if ckpt else {}, m)
+    s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     if m.rank == 0:
@@ -237,6 +239,9 @@ def main():
                      evaluated=evaluated == step, settings=s, data=source, versions=versions)
         return m.all(m.rank > 0 or write_or_warn(path, lambda f: torch.save(state, f)))
 
+    def kept():
+        return f"{path} of the last evaluation stays" if os.path.exists(path) else "there is no checkpoint yet"
+
     # loop
     stop = StopSignal()
     clock, val, saved = time.perf_counter(), None, True
@@ -246,6 +251,8 @@ def main():
         last = step >= s["max_steps"]
         if step != evaluated and (last or step % s["eval_interval"] == 0):
             val = evaluate(model, data.val, s["eval_tokens"], micro, m, s["eval_windows"])
+            if not val < 700:  # too much for exp, or nan
+                die(f"step {step}: validation loss {val}. Lower --lr or raise --warmup_steps; {kept()}")
             bits = val / np.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per token, perplexity {np.exp(val):.2f}, "
                 f"{bits:.4f} bits per byte")
@@ -280,8 +287,7 @@ def main():
         figures = m.mean(torch.cat((torch.stack((loss, norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device))))
         loss, norm, stopping, pace = figures.tolist()
         if not np.isfinite(loss + norm):
-            kept = f"{path} of the last evaluation stays" if os.path.exists(path) else "there is no checkpoint yet"
-            die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept}")
+            die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept()}")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

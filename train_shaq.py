@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, evaluating, load_checkpoint, lr_at, machine, peak_flops
-from prepare_data import Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, run, write_or_warn
+from prepare_data import (Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, report, run,
+                          write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. On a GPU the published ones; on a CPU a model that learns something in three minutes.
@@ -66,7 +67,7 @@ def parse():
     add("--grad_clip", type=number(float, 0), help="largest gradient norm, 0: no clipping (default 0.25)")
     add("--eval_interval", type=number(int, 1), help="steps between evaluations and checkpoints")
     add("--eval_tokens", type=number(int, 1), help="how much of the validation split to read, from its start (default all)")
-    add("--seed", type=number(int, 0), help="of initial weights, window lengths and dropout (default 1337)")
+    add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, window lengths and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where there are instructions for it)")
     add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length (default 1 on a GPU)")
@@ -137,17 +138,17 @@ def main():
         m = machine(typed.get("device", "auto"), typed.get("dtype", "auto"))
     except ValueError as e:
         die(e)
-    say = print if m.rank == 0 else lambda *a, **k: None
+    say = report if m.rank == 0 else lambda text: None
 
     # set-up: settings, data
     ckpt, path = None, os.path.join(typed.get("out_dir", "out/shaq"), "ckpt.pt")
     best_path = os.path.join(os.path.dirname(path), "best.pt")
     stage2 = typed.pop("stage2", None)
     resume = typed.pop("resume", False)
-    if resume and stage2:
+    if resume and stage2 is not None:
         die("--stage2 starts a new run and --resume continues one: type one of the two")
     try:
-        if resume or stage2:
+        if resume or stage2 is not None:
             ckpt = load_checkpoint(path if resume else stage2, "SHAQ")
     except ValueError as e:
         die(e)
@@ -158,6 +159,7 @@ def main():
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None)
         stored = {k: v for k, v in stored.items() if k not in typed and k not in ("out_dir", "min_lr")}
     s, c = settle(typed, stored, m)
+    s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     if m.rank == 0:
@@ -234,6 +236,9 @@ def main():
                        best=best, minutes=minutes, evaluated=evaluated == step, state=whole, settings=s, data=source, versions=versions)
         return m.all(m.rank > 0 or write_or_warn(where, lambda f: torch.save(content, f)))
 
+    def kept():
+        return f"{path} of the last evaluation stays" if os.path.exists(path) else "there is no checkpoint yet"
+
     # loop
     stop = StopSignal()
     clock, saved, spent, counted = time.perf_counter(), True, 0.0, 0
@@ -242,6 +247,8 @@ def main():
         last = step >= s["max_steps"]
         if step != evaluated and (last or step % s["eval_interval"] == 0):
             val = evaluate(model, data.val, s["eval_tokens"], s, m)
+            if not val < 700:  # too much for exp, or nan
+                die(f"step {step}: validation loss {val}. Lower --lr or raise --warmup_steps; {kept()}")
             bpc = val / math.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per token, perplexity {math.exp(val):.2f}, "
                 f"{bpc:.4f} bits per byte (bpc)")
@@ -250,7 +257,7 @@ def main():
             evaluated = step
             if val < best:
                 best = val
-                saved = (step == 0 or save(step, best_path)) and saved
+                saved = save(step, best_path) and saved
             if step or last:
                 saved = save(step, path)
             clock = time.perf_counter()
@@ -274,8 +281,7 @@ def main():
         figures = torch.cat((torch.stack((loss.detach(), norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
         loss, norm, stopping, pace = m.mean(figures).tolist()
         if not math.isfinite(loss + norm):
-            kept = f"{path} of the last evaluation stays" if os.path.exists(path) else "there is no checkpoint yet"
-            die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept}")
+            die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept()}")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         at += T
