@@ -1371,7 +1371,7 @@ def bench_plot(argv):
     for what in ["logs"] if args.logs else args.what:
         rows = read_logs(args.logs) if args.logs else records(args.records, what, args.run)
         for name, fig in (plot_logs if args.logs else figures[what])(plt, rows) if rows else ():
-            fig.text(0, -0.03, f"{rows[0]['hardware']}, {rows[0]['run'][:10]}", fontsize=6, color="0.4")
+            fig.text(0, -0.03, f"{rows[0]['hardware']}, {rows[0]['run'][:10]}".rstrip(", "), fontsize=6, color="0.4")
             for kind in args.format:
                 path = os.path.join(args.assets, f"{name}.{kind}")
                 fig.savefig(path, dpi=150, bbox_inches="tight", metadata={"Date": None} if kind == "svg" else None)
@@ -1402,11 +1402,15 @@ def read_logs(paths):
 
 
 def plot_logs(plt, rows):
-    "Bits per byte of the validation split against the time spent in training steps"
+    "Bits per byte of the validation split against the time spent in training steps; runs of one name in one colour"
     fig, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for i, row in enumerate(rows):
+    seen = []
+    for row in rows:
         minutes, _, bits = zip(*row["curve"])
-        ax.plot(minutes, bits, color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, label=row["name"])
+        label = row["name"] if row["name"] not in seen else None
+        seen += [label] * (label is not None)
+        i = seen.index(row["name"]) % 8
+        ax.plot(minutes, bits, color=COLORS[i], marker=MARKS[i], ms=4, lw=1, label=label)
     ax.set(xlabel="minutes in training steps", ylabel="validation, bits per byte")
     ax.legend()
     yield "training", fig
