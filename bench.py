@@ -912,7 +912,8 @@ def bench_prefill(argv):
             p = Peak(m)
             models[out] = model = inference_model(size, out, m, T)
             if compiled:
-                model.compile()
+                for block in model.h:  # as bench_decode
+                    block.compile()
             idx = ring(lambda: torch.randint(GPTConfig.vocab_size, (B, T), device=m.device))
             work[out] = lambda i, model=model, idx=idx: model(idx[i % len(idx)])
             work[out](0)
@@ -960,7 +961,9 @@ def bench_decode(argv):
             models[out] = model = inference_model(size, out, m, T + n)
             if cache is None:  # of one shape for all variants: they share it, or four would not fit
                 cache = model.new_cache(B, T + n)
-            hidden = torch.compile(model.hidden) if compiled else model.hidden
+            hidden = model.hidden
+            for block in model.h if compiled else ():  # all by the same code; of the whole, the unrolled layers take many minutes
+                block.compile()
 
             def prompt(i=0, model=model, hidden=hidden, cache=cache):
                 return model.lm_head(hidden(idx, cache)[:, -1]).argmax(-1, keepdim=True)        # (B, 1)

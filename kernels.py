@@ -7,8 +7,8 @@ Operators of the three papers, each with its derivative, each with a fast path f
     hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum, still in one pass
     fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [2, eq. 4], on gates or on their logits
 
-To copy an operator into another repository take all above the fo-pooling, or the imports and all from there on: each half needs torch, uses
-Triton where that is installed, and nothing else.
+To copy an operator into another repository take all above the fo-pooling, or the top, to _reverse_mode_only, and all from there on: each
+half needs torch, uses Triton where that is installed, and nothing else.
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2
 [2] Bradbury et al., Quasi-Recurrent Neural Networks, arXiv:1611.01576
@@ -23,6 +23,12 @@ try:
     import triton.language as tl
 except ImportError:  # Windows, macOS, CPU-only installs: every operator below still works, through PyTorch
     triton = None
+
+
+def _reverse_mode_only(name):
+    if torch.autograd.forward_ad._current_level >= 0:  # torch.library would answer with tangents of zero, and say nothing
+        raise NotImplementedError(f"{name} has derivatives in reverse mode only: take torch.autograd.grad, not jvp or jacfwd")
+
 
 # -----------------------------------------------------------------------------
 # Hadamard matrices: H_n = H_m (x) H_(2^k), the first factor by Paley's two constructions, always symmetric.
@@ -103,7 +109,7 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
     H = _paley(m) if m > 1 else torch.ones(1, 1, dtype=torch.int8, device="cpu")
     while len(H) < n:
         H = torch.kron(H, H.new_tensor([[1, 1], [1, -1]]))
-    return H.to(device=device, dtype=dtype)
+    return H.to(device=device, dtype=dtype, copy=True)  # not the cached one
 
 
 # -----------------------------------------------------------------------------
@@ -166,8 +172,11 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
         block, o = x[i:i + r], out[i:i + r]
         w = o if wide is None else wide[:len(o)]
         if pre is not None:
-            block = torch.mul(block, pre, out=scaled[:len(o)]) if wide is None else scaled[:len(o)].copy_(torch.mul(block, pre, out=w))
+            block = torch.mul(block if wide is None else w.copy_(block), pre, out=scaled[:len(o)] if wide is None else w)
+            block = block if wide is None else scaled[:len(o)].copy_(block)
         u = transform(block, o)
+        if wide is not None and (alpha is not None or beta is not None):
+            u = w.copy_(u)  # here and above: given two dtypes, an operator would itself make a copy, in new memory each time
         if alpha is not None:
             u = torch.mul(u, alpha, out=w) if beta is None else torch.addcmul(beta, u, alpha, out=w)  # one pass where mul, add took two
         elif beta is not None:
@@ -184,10 +193,12 @@ def _grads_torch(x, dy, scale, n_head, heads_only):
     dtype = torch.promote_types(x.dtype, torch.float32)
     dalpha, dbeta = (x.new_zeros(1, x.shape[1], dtype=dtype) for _ in range(2))
     wide, ones = x.new_empty(r, x.shape[1], dtype=dtype), x.new_ones(1, r, dtype=dtype)
+    y = None if dtype == x.dtype else torch.empty_like(wide)
     for i in range(0, len(x), r):
         g = wide[:len(x) - i].copy_(dy[i:i + r])  # in fp32 too: used twice, it comes from the cache the second time
         dbeta.addmm_(ones[:, :len(g)], g)  # on one thread up to 2.5 times faster than sum(0); in place autocast leaves it in fp32
-        dalpha.addmm_(ones[:, :len(g)], g.mul_(transform(x[i:i + r])))
+        u = transform(x[i:i + r])
+        dalpha.addmm_(ones[:, :len(g)], g.mul_(u if y is None else y[:len(g)].copy_(u)))
     return dalpha[0] * scale, dbeta[0]
 
 
@@ -505,13 +516,14 @@ _FEW = 132  # up to so many rows one program for each, as an H200 has multiproce
 def _plan(d, n_head, heads_only, bits, kind="forward"):
     """
     Shapes for the kernels above: (constexprs, num_warps), or None where they do not apply and the PyTorch path is taken: a factor m
-    above 28, two factors that are no power of two, or a mix over heads whose width is no multiple of 8. bits: 16 or 32, of one element.
+    above 28, two factors that are no power of two, a mix over heads whose width is no multiple of 8, or d above 65536, which would spill.
+    bits: 16 or 32, of one element.
     kind: "forward", "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads", "norm", "norm few",
     "norm backward".
     """
     (mh, ch), (mi, ci) = _split_order(n_head), (1, 1) if heads_only else _split_order(d // n_head)
     M = mh * mi
-    if triton is None or M > 28 or (mh > 1 and mi > 1) or (heads_only and d // n_head % 8):
+    if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and d // n_head % 8):
         return None
     inner, warps = 0 if heads_only else 1, 4
     if heads_only:
@@ -615,7 +627,8 @@ def _grads_triton(x, dy, scale, n_head, heads_only):
 
 
 def _on_triton(x, n_head, heads_only):
-    return x.is_cuda and x.dtype != torch.float64 and _plan(x.shape[1], n_head, heads_only, x.element_size() * 8) is not None
+    return (x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and
+            _plan(x.shape[1], n_head, heads_only, x.element_size() * 8) is not None)
 
 
 @torch.library.custom_op("kernels::hadamard", mutates_args=())
@@ -713,7 +726,8 @@ def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head
 
 @_hadamard_norm.register_fake
 def _(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
-    return torch.empty_like(residual), torch.empty_like(x), x.new_empty(2, len(x), dtype=torch.promote_types(residual.dtype, torch.float32))
+    wide = torch.promote_types(residual.dtype, torch.float32)  # below, len(x) would fix the number of rows in what is compiled
+    return torch.empty_like(residual), torch.empty_like(x), x.new_empty(2, x.shape[0], dtype=wide)
 
 
 def _norm_backward_torch(out, stats, dout, dnormed, alpha, weight, shift, dtype, scale, rms, n_head, heads_only, dstats=None):
@@ -754,8 +768,8 @@ def _save_norm(ctx, inputs, output):
 
 def _backward_norm(ctx, dout, dnormed, dstats):
     x, alpha, beta, weight, out, stats = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    dnormed = torch.zeros_like(x) if dnormed is None else dnormed
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    dnormed = torch.zeros_like(x) if dnormed is None else dnormed.contiguous()
     args, (shift, _, scale, _, *heads) = (out, stats, dout, dnormed, alpha, weight, *ctx.how), ctx.how
     again = torch.is_grad_enabled() or dstats is not None  # these gradients, or their own, are wanted in autograd's operations
     dx, dy, dweight, dshift = _norm_backward_torch(*args, dstats) if again else _hadamard_norm_backward(*args)
@@ -791,8 +805,10 @@ def hadamard_transform(x, scale=1.0):
 
     x: (..., d), fp32, bf16, fp16 (or fp64 off the Triton path), any strides. Returns the same shape and dtype; sums are fp32 or wider on
     the Triton path. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5
-    makes it orthogonal. Unlike there, d = 768 is the true H_768 and not a cut-off H_1024. ValueError for an order that does not exist.
+    makes it orthogonal. Unlike there, d = 768 is the true H_768 and not a cut-off H_1024. ValueError for an order that does not exist,
+    NotImplementedError under forward-mode differentiation. In fp16, off the Triton path, sums above 65504 are infinite whatever the scale.
     """
+    _reverse_mode_only("hadamard_transform")
     return _hadamard(x.reshape(-1, x.shape[-1]).contiguous(), None, None, None, float(scale), 1, False).view(x.shape)
 
 
@@ -804,6 +820,7 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d: the same matrix for most sizes, and the one whose inner factor can be folded into
     the value projection for all. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
     """
+    _reverse_mode_only("hadamard_affine")
     d = x.shape[-1]
     if d % n_head or alpha.shape != (d,) or beta.shape != (d,):
         raise ValueError(f"hadamard_affine: x (..., d) with d a multiple of n_head, alpha (d,) and beta (d,); got x {tuple(x.shape)}, "
@@ -821,6 +838,7 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     norm in x's). Differentiable to second order in all six. In bf16 it moves 8 bytes an element, two steps 12,
     which are what other widths take: see hadamard_norm_is_fused.
     """
+    _reverse_mode_only("hadamard_affine_norm")
     d = x.shape[-1]
     if d % n_head or residual.shape != x.shape or any(t is not None and t.shape != (d,) for t in (alpha, beta, weight, shift)):
         raise ValueError("hadamard_affine_norm: x (..., d) with d a multiple of n_head, residual of its shape, alpha, beta, weight, "
@@ -1261,6 +1279,7 @@ _fo_op.register_autograd(_fo_autograd, setup_context=_fo_setup_context)
 
 
 def _fo_pool(name, banks, H, c0):
+    _reverse_mode_only(name)
     x = banks[0]
     if not x.is_floating_point() or x.dtype.itemsize == 1 or any(b.dtype != x.dtype for b in banks):
         raise TypeError(f"{name}: inputs must share one of float16, bfloat16, float32, float64, "

