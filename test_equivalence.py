@@ -2258,6 +2258,9 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, capsys):
     assert losses(records(tmp_path / "o"))[1].keys() == {0}
     assert torch.load(tmp_path / "o/best.pt", weights_only=True)["config"]["n_embd"] == 16
     fails(capsys, lambda: train_shaq_here("--resume", "--n_embd=32", out), "n_embd", "checkpoint")
+    fails(capsys, lambda: train_shaq_here("--resume", "--max_minutes=9", out), "max_minutes", "checkpoint")  # the schedule hangs on it
+    fails(capsys, lambda: train_shaq_here("--attn_layers=x", out), "--attn_layers", "'x'", status=2)
+    assert train_shaq.blocks("4,2") == (2, 4)
     fails(capsys, lambda: train_shaq_here("--resume", "--stage2=x", out), "--stage2", "--resume")
     fails(capsys, lambda: train_shaq_here("--stage2=", out), "does not exist")
     for interval in (1, 100):

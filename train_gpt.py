@@ -79,8 +79,8 @@ def parse():
     return vars(parser.parse_args())
 
 
-FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "device", "dtype", "compile", "max_steps",
-        "max_minutes"}  # may change on --resume
+# what may change on --resume
+FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "device", "dtype", "compile", "max_steps"}
 
 
 def settle(typed, stored, m):

@@ -35,6 +35,11 @@ LAPTOP = dict(n_embd=256, batch=16, bptt=128, lr=4e-3, warmup_steps=50, max_step
               schedule="cosine", eval_interval=250, eval_tokens=2**17)
 
 
+def blocks(text):
+    "argparse type: 4,2 -> (2, 4)"
+    return tuple(sorted(map(int, text.split(","))))
+
+
 def parse():
     parser = Parser(prog="train_shaq.py", description=__doc__, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
@@ -44,7 +49,7 @@ def parse():
     add("--memory", choices=["full", "mean", "none"], help="what attention sees of earlier windows")
     add("--gates", type=flag01, help="gates on queries, keys and values")
     add("--rnn_residual", type=flag01, help="a residual round the recurrence")
-    add("--attn_layers", type=lambda s: tuple(map(int, s.split(","))), metavar="N[,N]", help="blocks that attend, counted from 1: 3 or 2,4")
+    add("--attn_layers", type=blocks, metavar="N[,N]", help="blocks that attend, counted from 1: 3 or 2,4")
     for name in ("n_layer", "n_head"):
         add(f"--{name}", type=number(int, 1), help="instead of the preset's")
     add("--n_embd", type=number(int, 1), help="width (default 256 on a CPU, 1024 on a GPU)")
@@ -77,8 +82,8 @@ def parse():
     return vars(parser.parse_args())
 
 
-FREE = {"data_dir", "out_dir", "eval_interval", "eval_tokens", "device", "dtype", "compile", "max_steps",
-        "max_minutes"}  # may change on --resume
+# what may change on --resume
+FREE = {"data_dir", "out_dir", "eval_interval", "eval_tokens", "device", "dtype", "compile", "max_steps"}
 
 
 def settle(typed, stored, m):
