@@ -225,17 +225,20 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     """
     T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
     # None of PyTorch's flash kernels takes heads above 256. Their products, 2 (w + w_v) operations for each number of S, take longer than
-    # the 8 bytes that blocks by library products move for it: 5.8 ps at 790 TFLOP/s against 1.9 at 4.3 TB/s, an H200's, for [2]'s 768 and
-    # 1,536. A kernel that keeps S on the chip lacks the registers for the sums of such values: it forms S anew for every few hundred
-    # columns, 1.7 times the operations. Calculated, not measured (bench.py kernels does); FlashAttention's author advises the same
-    # (Dao-AILab/flash-attention, issues 801 and 805).
-    if T > 1 and (q.device.type == "cpu" or wide or r is not None or T < S):
+    # the 8 bytes that library products move for it: 5.8 ps at 790 TFLOP/s against 1.9 at 4.3 TB/s, an H200's, for [2]'s 768 and 1,536. A
+    # kernel that keeps S on the chip lacks the registers for the sums of such values: it forms S anew for every few hundred columns, 1.7
+    # times the operations. Calculated, not measured (bench.py kernels does); FlashAttention's author advises the same
+    # (Dao-AILab/flash-attention, issues 801 and 805). Up to T = w_v, S is no larger than v: whole, in plain operations, which torch.compile
+    # makes 3 launches forward and 5 backward of (seen in its code), where blocks take 13 and 24, or at [2]'s shape longer than all else.
+    if T > 1 and (q.device.type == "cpu" or T < S or (wide or r is not None) and T > v.size(-1)):
         flat = [None if t is None else t.flatten(0, 1) for t in (q, k, r, v, u)]
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
         return blocked_attention(*flat, seed, dropout).unflatten(0, q.shape[:2])
     if r is None and not wide:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=bool(T > 1))
-    S = q @ k.mT * q.size(-1) ** -0.5  # one query: of a fused kernel one multiprocessor alone would read all these wide k and v
+    if T > 1:
+        mask = q.new_full((T, T), -math.inf).triu(1)
+    S = q @ k.mT * q.size(-1) ** -0.5  # T = 1, too: of a fused kernel one multiprocessor alone would read all these wide k and v
     P = F.dropout((S if mask is None else S + mask).softmax(-1, dtype=S.dtype), dropout)
     return P @ v if r is None else (P * (r @ v.mT)) @ u
 

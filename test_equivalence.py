@@ -888,6 +888,22 @@ def test_gpt_branches_of_a_gpt_on_a_gpu_give_what_those_of_a_cpu_give(config):
     assert error(y.as_subclass(torch.Tensor), attention(q, k, v)) < 1e-12
 
 
+@pytest.mark.parametrize("T, outer", [(2, False), (300, False), (2, True), (8, True)])
+def test_gpt_wide_heads_on_a_gpu_whole_where_that_is_small(T, outer, monkeypatch):
+    leaf = [randn(2, 2, T, w, grad=True) for w in ((8, 8, 8, 8, 8) if outer else (260, 260, 300))]
+    q, k, v, *more = leaf
+    y, dy = attention(q, k, v, *more), randn(2, 2, T, 8 if outer else 300)
+    monkeypatch.setattr(model_py, "blocked_attention", None)
+    there = attention(*(t.as_subclass(Elsewhere) for t in leaf))
+    assert isinstance(there, Elsewhere) and error(there.as_subclass(torch.Tensor), y.detach()) < 1e-12
+    for a, b in zip(torch.autograd.grad(there.as_subclass(torch.Tensor), leaf, dy), torch.autograd.grad(y, leaf, dy)):
+        assert error(a, b) < 1e-12
+    half = attention(*(t.as_subclass(Elsewhere) for t in leaf), dropout=0.5).as_subclass(torch.Tensor)
+    assert error(half, y.detach()) > 0.1  # dropout is there
+    with pytest.raises(TypeError, match="NoneType"):  # one query more, and the weights outgrow the values: by blocks
+        attention(*(torch.cat((t, randn(2, 2, (8 if outer else 300) + 1 - T, t.size(-1))), 2).as_subclass(Elsewhere) for t in leaf))
+
+
 class Cuda(torch.Tensor):
     is_cuda = property(lambda self: True)
 
