@@ -15,6 +15,7 @@ import os
 import platform
 import time
 from dataclasses import asdict, fields
+from shlex import quote
 
 import numpy as np
 import torch
@@ -305,7 +306,7 @@ def main():
         if stopping:
             if save(step + 1):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
-                    + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={s['out_dir']}"))
+                    + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={quote(s['out_dir'])}"))
             raise SystemExit(130)
         step += 1
         if step == 25 and s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:  # the mean over processes: all decide alike
@@ -323,7 +324,7 @@ def main():
             say("sample:" + data.decode([i for i in out if i < data.vocab_size]))
         except SystemExit:  # the tokenizer, not there, has said why
             pass
-        say(f"{path}: the model (python model.py --ckpt={path} --prompt=...); "
+        say(f"{path}: the model (python model.py --ckpt={quote(path)} --prompt=...); "
             f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
     if m.world > 1:
         dist.barrier()  # a rank that leaves while another still works can abort at exit
