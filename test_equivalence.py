@@ -1853,7 +1853,8 @@ def test_shaq_folded_gates_are_exact_under_dropout():
     q_mask = F.dropout(torch.ones_like(h), 0.4)
     v_mask = F.dropout(torch.ones(2, 8, 2, 8, dtype=torch.float64).transpose(1, 2), 0.4).transpose(1, 2).flatten(2)
     noise = torch.Generator().manual_seed(int(torch.randint(2**40, ())))  # weights: blocked_attention's own, drawn again in its backward
-    masks = iter((q_mask, v_mask, (torch.rand(2, 2, 3, 8, generator=noise) >= 0.4).double() / 0.6))
+    bits = torch.empty(2 * 2 * 3 * 8 // 4 + 1, dtype=torch.int64).random_(-2**63, None, generator=noise).view(torch.int16)[:96]
+    masks = iter((q_mask, v_mask, (bits >= round(0.4 * 2**16) - 2**15).double().view(2, 2, 3, 8) / 0.6))
     expected = attention_loop(attn, h, torch.cat([memory, m], dim=1), drop=lambda x: x * next(masks))
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
