@@ -17,7 +17,6 @@ the flags of one.
 [1] Aggarwal and Kumar, arXiv:2603.08343v2 (v1 where said)   [2] Wang, Dynamic Value Attention   [3] Bharwani et al., SHAQ
 """
 import argparse
-import ast
 import contextlib
 import gc
 import json
@@ -308,35 +307,18 @@ def bench_params(argv):
 # -----------------------------------------------------------------------------
 # Variants: "attn_out=hadamard,lr=1e-3" -> settings; one model with its optimiser, as the training scripts run it
 
-RECIPE = dict(dataset="", data_dir="", lr=0.0, min_lr=0.0, warmup_steps=0, max_steps=0, weight_decay=0.0, grad_clip=0.0, schedule="",
-              eval_tokens=0)  # name: a value of its type
-RECIPES = dict(gpt=RECIPE | dict(size="", batch_tokens=0, micro_batch=0, eval_windows="", decay=""),
-               shaq=RECIPE | dict(preset="", optimizer="", batch=0, bptt=0))
-SAME = {"dataset", "data_dir", "block_size", "batch_tokens", "micro_batch", "batch", "bptt", "eval_tokens", "eval_windows", "vocab_size"}
+SCRIPT = dict(gpt=train_gpt, shaq=train_shaq)
+OURS = {"out_dir", "max_minutes", "eval_interval", "seed", "device", "dtype", "compile", "resume", "stage2"}  # what bench.py decides
+SAME = {"dataset", "data_dir", "block_size", "batch_tokens", "micro_batch", "batch", "bptt", "eval_tokens"}
 
 
 def settings(kind, text, what):
-    "A variant string -> {name: value}, checked against the recipe and the model's config, values by the type of the default"
-    types = {f.name: f.default for f in fields(GPTConfig if kind == "gpt" else SHAQConfig)} | RECIPES[kind]
-    out = {}
-    for part in re.split(r",(?=\s*\w+\s*=)", text) if text else []:  # a comma before name=, so that attn_layers=2,4 stays whole
-        name, equals, value = (p.strip() for p in part.partition("="))
-        if name not in types or not equals:
-            die(f"{what}={text!r}: {name!r} is no setting of {kind}{nearest(name, types)}; expected name=value,name=value")
-        kind_of = type(types[name])
-        try:
-            out[name] = value if kind_of in (str, tuple) else flag01(value) if kind_of is bool else kind_of(ast.literal_eval(value))
-        except Exception:  # whatever literal_eval raises on words
-            die(f"{what}: {name}={value!r}: expected {'0 or 1' if kind_of is bool else 'a number'}")
-        if isinstance(out[name], (int, float)):
-            least = 1 if kind_of is int and name not in ("warmup_steps", "mem_len") else 0
-            if not least <= out[name] < math.inf or (kind_of is int and ast.literal_eval(value) != out[name]):
-                die(f"{what}: {name}={value}: expected {'a whole number,' if kind_of is int else ''} {least} or more")
-    for name, choices in (("size", SIZES), ("preset", SHAQ_PRESETS), ("schedule", ["cosine", "constant"]), ("optimizer", ["lamb", "adamw"]),
-                          ("decay", ["matrices", "all"]), ("eval_windows", ["spread", "first"])):
-        if name in out:
-            known(f"{what}: {name}", [out[name]], list(choices))
-    return out
+    "A variant string -> {name: value}, by the training script's own flags"
+    parts = re.split(r",(?=\s*\w+\s*=)", text) if text else []  # a comma before name=, so that attn_layers=2,4 stays whole
+    typed = SCRIPT[kind].parse([f"--{part.strip()}" for part in parts], f"bench.py, {what}")
+    if OURS & set(typed) or typed.get("max_steps") == 0:
+        die(f"{what}={text!r}: {', '.join(sorted(OURS & set(typed))) or 'max_steps=0'} is not for bench.py's runs")
+    return typed
 
 
 class Trainer:
@@ -348,7 +330,7 @@ class Trainer:
     def __init__(self, kind, typed, data, m, seed, given=None, compiled=False):
         self.kind, self.data, self.m, self.seed = kind, data, m, seed
         self.peak = Peak(m)
-        self.s, c = (train_gpt if kind == "gpt" else train_shaq).settle(dict(typed), {}, m)
+        self.s, c = SCRIPT[kind].settle(typed, {}, m)
         s = self.s
         torch.manual_seed(seed)
         try:
@@ -378,8 +360,8 @@ class Trainer:
         else:
             self.T, self.B = s["bptt"], s["batch"]
             self.length, self.at, self.state = (len(data.train) - 1) // self.B, 0, None
-            if self.length < self.T or self.T < 5:
-                die(f"bptt={self.T}: expected 5 or more, and at most the {self.length:,} tokens of one of {self.B} streams")
+            if self.length < self.T:
+                die(f"bptt={self.T}: expected at most the {self.length:,} tokens of one of {self.B} streams")
             if s.get("max_steps") is None:
                 s["max_steps"] = math.ceil(s["epochs"] * self.length / (0.975 * self.T))
             self.optimizer = (LAMB(self.model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"]) if s["optimizer"] == "lamb" else
@@ -1065,7 +1047,7 @@ def bench_train(argv):
     for kind, vocabulary, variants in groups:
         if args.compile:
             fresh_compiler()
-        data = random_text(common.get("vocab_size", vocabulary) if kind == "gpt" else vocabulary, 2**22)
+        data = random_text(vocabulary, 2**22)
         trainers, memory = {}, {}
         for name, v in variants.items():
             trainers[name] = t = Trainer(kind, v, data, m, 1, compiled=args.compile)

@@ -44,8 +44,8 @@ RECIPES = {  # tokens a step and peak learning rate of [1, table 2]; v1 gives no
 RECIPES["gpt2_book"] = RECIPES["dva_book"]
 
 
-def parse():
-    parser = Parser(prog="train_gpt.py", description=__doc__, argument_default=argparse.SUPPRESS)
+def parse(argv=None, prog="train_gpt.py"):
+    parser = Parser(prog=prog, description=__doc__, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
     add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (nano on a CPU, tiny on a GPU)")
     for name, choices in CHOICES.items():
@@ -77,7 +77,7 @@ def parse():
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where there are instructions for it)")
     add("--compile", type=flag01, help="torch.compile the model (default 1 on a GPU)")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
-    return vars(parser.parse_args())
+    return vars(parser.parse_args(argv))
 
 
 # what may change on --resume

@@ -41,8 +41,8 @@ def blocks(text):
     return tuple(sorted(map(int, text.split(","))))
 
 
-def parse():
-    parser = Parser(prog="train_shaq.py", description=__doc__, argument_default=argparse.SUPPRESS)
+def parse(argv=None, prog="train_shaq.py"):
+    parser = Parser(prog=prog, description=__doc__, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
     add("--preset", choices=SHAQ_PRESETS, help="(default shaq)")
     add("--rnn", choices=["lstm", "qrnn"], help="instead of the preset's, as all of the next")
@@ -80,7 +80,7 @@ def parse():
     add("--stage2", metavar="CKPT",
         help="start from the weights of this checkpoint with a fresh optimiser at half the rate, 5 epochs: the published second stage")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
-    return vars(parser.parse_args())
+    return vars(parser.parse_args(argv))
 
 
 # what may change on --resume
