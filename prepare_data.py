@@ -29,7 +29,6 @@ import functools
 import hashlib
 import http.client
 import json
-import multiprocessing
 import os
 import pathlib
 import re
@@ -42,8 +41,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -324,35 +322,20 @@ def safe_chunks(text, size):
         start = end
 
 
-def encode_chunk(text):
-    return np.array(gpt2().encode_ordinary(text), dtype=np.uint16)
-
-
 def tokenize(raw, tokenizer, what, size=1 << 20):
-    """bytes -> uint16 array of tokens; gpt2 uses all cores on texts of more than size characters."""
+    """bytes -> uint16 array of tokens; gpt2 takes pieces of about size characters on all cores."""
     if tokenizer == "byte":
         return np.frombuffer(raw, np.uint8).astype(np.uint16)
-    gpt2()  # in this process first: it may have to download, or to say why it cannot
-    chunks, pool = list(safe_chunks(raw.decode(), size)), None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    encode, chunks = gpt2().encode_ordinary, list(safe_chunks(raw.decode(), size))
     done, total, t0, tokens = 0, sum(map(len, chunks)), time.perf_counter(), []
+    pool = ThreadPoolExecutor(os.cpu_count())  # threads will do: tiktoken works outside Python's lock
     try:
-        if min(cores, len(chunks)) == 1:
-            results = map(encode_chunk, chunks)
-        else:  # spawn: the same on every system, and safe beside threads
-            pool = ProcessPoolExecutor(min(cores, len(chunks)), multiprocessing.get_context("spawn"))
-            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit it: Ctrl-C is ours to answer
-            results = pool.map(encode_chunk, chunks)
-            signal.signal(signal.SIGINT, handler)
-        for chunk, ids in zip(chunks, results):
+        for chunk, ids in zip(chunks, pool.map(lambda text: np.array(encode(text), np.uint16), chunks)):
             tokens.append(ids)
             done += len(chunk)
             progress(done, total, t0, f"tokenising {what}", unit="Mchar")
-    except BrokenProcessPool:
-        die("a tokenising process died, most likely for want of memory: give less text at a time")
     finally:
-        if pool:
-            pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
     return np.concatenate(tokens)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -695,5 +678,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing half-written stays, no worker
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing half-written stays
     run(main, again="; type the same command again to go on")
