@@ -141,8 +141,7 @@ class Parser(argparse.ArgumentParser):
 
 def write_atomic(path, write):
     """write(f) fills a temporary binary file that then replaces path: whole or not at all, even if the power fails."""
-    folder = os.path.dirname(path) or "."
-    os.makedirs(folder, exist_ok=True)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb") as f:
@@ -156,13 +155,6 @@ def write_atomic(path, write):
         if isinstance(e, OSError):
             e.filename = path  # a full disk does not say where
         raise
-    if os.name == "posix":
-        with contextlib.suppress(OSError):  # some network file systems cannot sync a folder; the file itself is safe
-            fd = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
 
 
 def write_or_warn(path, write):
@@ -213,24 +205,21 @@ class Log:
 
     def __init__(self, path, first, resume_step=None):
         """resume_step: keep an earlier log up to the records of that step, the rest was never checkpointed."""
-        lines, folder = [], os.path.dirname(path) or "."
-        if os.path.exists(path):
-            with open(path, "r+b") as f:
-                claim(f)
-        for name in os.listdir(folder):
-            if re.fullmatch(r"(ckpt\.pt|best\.pt|log\.jsonl)\.\d+\.tmp", name):  # of a run that was killed while it wrote
-                os.remove(os.path.join(folder, name))
-        if resume_step is not None and os.path.exists(path):
-            with open(path, "rb") as f:
-                for line in f:
-                    with contextlib.suppress(ValueError):  # a line that a crash cut short
-                        record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
-                        if record.get("step", -1) < resume_step + ("val_loss" in record):
-                            lines.append(line.rstrip() + b"\n")
-        lines.append(json.dumps(first).encode() + b"\n")
-        write_atomic(path, lambda f: f.writelines(lines))
-        self.file, self.path = open(path, "ab", buffering=0), path
+        self.file, self.path, keep = open(path, "a+b", buffering=0), path, 0
         claim(self.file)
+        folder = os.path.dirname(path) or "."
+        for name in os.listdir(folder):
+            if re.fullmatch(r"(ckpt|best)\.pt\.\d+\.tmp", name):  # of a run that was killed while it wrote
+                os.remove(os.path.join(folder, name))
+        self.file.seek(0)
+        with contextlib.suppress(ValueError):  # a line that a crash cut short is the last
+            for line in self.file.read().splitlines(True) if resume_step is not None else ():
+                record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
+                if record.get("step", -1) >= resume_step + ("val_loss" in record):
+                    break
+                keep += len(line)
+        self.file.truncate(keep)
+        self(**first)
 
     def __call__(self, **record):
         line, end = json.dumps(record).encode() + b"\n", self.file.seek(0, os.SEEK_END)
