@@ -45,7 +45,7 @@ import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
 from model import (GPT, LAMB, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, detach_state, load_checkpoint,
                    lr_at, machine, model_of, param_groups, peak_flops)
-from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, number, progress, run
+from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, number, one_line, progress, run
 
 # -----------------------------------------------------------------------------
 # What the papers say
@@ -96,10 +96,8 @@ def start(what, doc, argv, *flags):
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
                         help="bfloat16 where there are instructions for it")
     args = parser.parse_args(argv)
-    try:
+    with one_line():
         m = machine(args.device, args.dtype)
-    except ValueError as e:
-        die(e)
     if m.world > 1:
         die("bench.py measures one device: start it without torchrun")
     torch.use_deterministic_algorithms(False)  # which compare, named before this command, may have left on
@@ -333,14 +331,12 @@ class Trainer:
         self.s, c = SCRIPT[kind].settle(typed, {}, m)
         s = self.s
         torch.manual_seed(seed)
-        try:
+        with one_line():
             if kind == "gpt":
                 c.setdefault("vocab_size", -(-data.vocab_size // 64) * 64)
                 self.model = GPT(GPTConfig(**c))
             else:
                 self.model = SHAQ(SHAQConfig(**c | dict(vocab_size=data.vocab_size)))
-        except ValueError as e:
-            die(e)
         if given:
             share(self.model, given)
         self.initial = {n: p.detach().clone() for n, p in self.model.named_parameters()} if given is not None else None
@@ -570,10 +566,8 @@ def bench_kernels(argv):
         ("heads", dict(type=names, default="2x256x768,16x1024x768" if gpu else "2x256x192", help="one wide head's shapes, BxTxd")),
         ("rounds", dict(type=number(int, 1), default=7, help="interleaved measurements of each")))
     for d in args.widths:
-        try:
+        with one_line():
             hadamard_matrix(d)
-        except ValueError as e:
-            die(f"--widths: {e}")
     for flag, shape in [("pool", s) for s in args.pool] + [("heads", s) for s in args.heads]:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape) or flag == "heads" and int(shape.split("x")[2]) % 12:
             die(f"--{flag}: {shape!r}: expected {'BxTxH, such as 16x1024x1024' if flag == 'pool' else 'BxTxd, d a multiple of 12'}")
@@ -1263,10 +1257,8 @@ def bench_eval(argv):
         from lm_eval.tasks import TaskManager
     except ImportError as e:
         die(f"eval needs EleutherAI's harness ({e.name or e} is missing): pip install lm_eval")
-    try:
+    with one_line():
         ckpt = load_checkpoint(args.ckpt)
-    except ValueError as e:
-        die(e)
     if ckpt["kind"] != "GPT":
         die(f"{args.ckpt} is a checkpoint of train_shaq.py: eval takes one of train_gpt.py")
 

@@ -1288,7 +1288,7 @@ def model_of(ckpt):
 
 
 def main():
-    from prepare_data import VOCAB_SIZE, Parser, decode, die, encode, number
+    from prepare_data import VOCAB_SIZE, Parser, decode, die, encode, number, one_line
 
     parser = Parser(prog="model.py", description="Sample from a checkpoint of train_gpt.py or train_shaq.py.")
     parser.add_argument("--ckpt", default="out/gpt/ckpt.pt", help="checkpoint file")
@@ -1299,11 +1299,9 @@ def main():
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
     args = parser.parse_args()
-    try:
+    with one_line():
         m = machine(args.device, "float32")
         ckpt = load_checkpoint(args.ckpt)
-    except ValueError as e:
-        die(e)
     ids = encode(ckpt["data"]["tokenizer"], os.fsencode(args.prompt).decode(errors="replace"))  # what was typed may be no UTF-8
     if not ids:
         die("--prompt is empty: give at least one character to continue")

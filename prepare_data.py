@@ -56,6 +56,15 @@ def die(message, status=1):
     raise SystemExit(status)
 
 
+@contextlib.contextmanager
+def one_line():
+    """A ValueError inside, which says in one line what does not fit, ends the program with that line."""
+    try:
+        yield
+    except ValueError as e:
+        die(e)
+
+
 def run(main, again=""):
     """Call main(); Ctrl-C, a full disk, a folder that is not writable and the like end in one line, not a traceback."""
     for stream in (sys.stdout, sys.stderr):

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from kernels import hadamard_path
 from model import (CHOICES, GPT, SIZES, GPTConfig, evaluating, hadamard_heads, load_checkpoint, lr_at, machine, param_groups, peak_flops)
-from prepare_data import (Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, report, run,
-                          write_or_warn)
+from prepare_data import (Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, one_line, report,
+                          run, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; whatever is typed counts.
@@ -146,19 +146,15 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
 
 def main():
     typed = parse()
-    try:
+    with one_line():
         m = machine(typed.get("device", "auto"), typed.get("dtype", RECIPES.get(typed.get("size"), {}).get("dtype", "auto")))
-    except ValueError as e:
-        die(e)
     say = report if m.rank == 0 else lambda text: None
 
     # set-up: settings, data
     ckpt, path = None, os.path.join(typed.get("out_dir", "out/gpt"), "ckpt.pt")
     if typed.pop("resume", False):
-        try:
+        with one_line():
             ckpt = load_checkpoint(path, "GPT")
-        except ValueError as e:
-            die(e)
         if "dtype" not in typed:  # the same arithmetic as before, even if this machine would choose another
             m.dtype = getattr(torch, ckpt["settings"]["dtype"])
     s, c = settle(typed, ckpt["config"] | ckpt["settings"] if ckpt else {}, m)
@@ -179,10 +175,8 @@ def main():
 
     # model
     torch.manual_seed(s["seed"])
-    try:
+    with one_line():
         model = GPT(GPTConfig(**c))
-    except ValueError as e:
-        die(e)
     model.to(m.device)
     c, T = asdict(model.config), model.config.block_size
     if "hadamard" in c["attn_out"]:

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, evaluating, load_checkpoint, lr_at, machine, peak_flops
-from prepare_data import (Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, report, run,
-                          write_or_warn)
+from prepare_data import (Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, one_line, report,
+                          run, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. On a GPU the published ones; on a CPU a model that learns something in three minutes.
@@ -140,10 +140,8 @@ def evaluate(model, tokens, eval_tokens, s, m, streams=16):
 
 def main():
     typed = parse()
-    try:
+    with one_line():
         m = machine(typed.get("device", "auto"), typed.get("dtype", "auto"))
-    except ValueError as e:
-        die(e)
     say = report if m.rank == 0 else lambda text: None
 
     # set-up: settings, data
@@ -153,11 +151,9 @@ def main():
     resume = typed.pop("resume", False)
     if resume and stage2 is not None:
         die("--stage2 starts a new run and --resume continues one: type one of the two")
-    try:
-        if resume or stage2 is not None:
+    if resume or stage2 is not None:
+        with one_line():
             ckpt = load_checkpoint(path if resume else stage2, "SHAQ")
-    except ValueError as e:
-        die(e)
     if ckpt and "dtype" not in typed:  # the same arithmetic as before, even if this machine would choose another
         m.dtype = getattr(torch, ckpt["settings"]["dtype"])
     stored = ckpt["settings"] | ckpt["config"] if ckpt else {}
@@ -187,10 +183,8 @@ def main():
 
     # model, optimiser
     torch.manual_seed(s["seed"])
-    try:
+    with one_line():
         model = SHAQ(SHAQConfig(**c | dict(vocab_size=data.vocab_size)))
-    except ValueError as e:
-        die(e)
     model.to(m.device)
     c = asdict(model.config)
     if s["optimizer"] == "lamb":
