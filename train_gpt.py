@@ -19,7 +19,6 @@ from shlex import quote
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from kernels import hadamard_path
 from model import (CHOICES, GPT, SIZES, GPTConfig, evaluating, hadamard_heads, load_checkpoint, lr_at, machine, param_groups, peak_flops)
@@ -161,10 +160,7 @@ def main():
     s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
-    if m.rank == 0:
-        ensure(s["dataset"], s["data_dir"])
-    if m.world > 1:
-        dist.barrier()
+    m.all(m.rank > 0 or bool(ensure(s["dataset"], s["data_dir"])))  # the first makes it, the others wait
     data = ensure(s["dataset"], s["data_dir"])
     c["vocab_size"] = c.get("vocab_size", -(-data.vocab_size // 64) * 64)  # a multiple of 64 is faster on a GPU: 50257 -> 50304
     source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
@@ -320,9 +316,9 @@ def main():
             pass
         say(f"{path}: the model (python model.py --ckpt={quote(path)} --prompt=...); "
             f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
+    m.all(True)  # a rank that leaves while another still works can abort at exit
     if m.world > 1:
-        dist.barrier()  # a rank that leaves while another still works can abort at exit
-        dist.destroy_process_group()
+        torch.distributed.destroy_process_group()
     if not saved and m.rank == 0:
         die(f"the last checkpoint could not be written to {path}")
 

@@ -22,7 +22,6 @@ from shlex import quote
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, evaluating, load_checkpoint, lr_at, machine, peak_flops
 from prepare_data import (Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, one_line, report,
@@ -164,10 +163,7 @@ def main():
     s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
-    if m.rank == 0:
-        ensure(s["dataset"], s["data_dir"])
-    if m.world > 1:
-        dist.barrier()
+    m.all(m.rank > 0 or bool(ensure(s["dataset"], s["data_dir"])))  # the first makes it, the others wait
     data = ensure(s["dataset"], s["data_dir"])
     source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
     if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or (resume and source | ckpt["data"] != source)):
@@ -330,9 +326,9 @@ def main():
             pass
         say(f"{best_path}: the model at its best validation loss (python model.py --ckpt={quote(best_path)} --prompt=...); "
             f"{path}: at its last step; {os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
+    m.all(True)  # a rank that leaves while another still works can abort at exit
     if m.world > 1:
-        dist.barrier()  # a rank that leaves while another still works can abort at exit
-        dist.destroy_process_group()
+        torch.distributed.destroy_process_group()
     if not saved and m.rank == 0:
         die(f"the last checkpoint could not be written to {path}")
 
@@ -356,7 +352,7 @@ def gather(state, m):
     "The whole state, from every process's streams"
     def whole(t):
         parts = [torch.empty_like(t) for _ in range(m.world)]
-        dist.all_gather(parts, t.contiguous())
+        torch.distributed.all_gather(parts, t.contiguous())
         return torch.cat(parts)
     return each(state, whole) if m.world > 1 else state
 
