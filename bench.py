@@ -192,8 +192,8 @@ def spread(t, unit=1e3):
     return f"{mid:.3g} ± {(high - low) / 2:.1g}"
 
 
-def signed(value, form="{:+.2f}", suffix=""):
-    return None if value is None else form.format(value) + suffix
+def signed(value, form="{:+.2f}"):
+    return None if value is None else form.format(value)
 
 
 CACHE = 2**27  # bytes that hardly a last-level cache of today holds, nor twice as many that of a GPU
@@ -339,7 +339,6 @@ class Trainer:
                 self.model = SHAQ(SHAQConfig(**c | dict(vocab_size=data.vocab_size)))
         if given:
             share(self.model, given)
-        self.initial = {n: p.detach().clone() for n, p in self.model.named_parameters()} if given is not None else None
         self.model.to(m.device)
         self.params = sum(p.numel() for p in self.model.parameters())
         if kind == "gpt":
@@ -522,7 +521,7 @@ def bench_compare(argv):
 
     loss, rate, peak = [[[] for _ in variants] for _ in range(3)]
     for seed in range(args.seed, args.seed + args.seeds):
-        given = make(variants[0], seed, {}).initial
+        given = dict(make(variants[0], seed).model.named_parameters())
         for i in [(seed + k) % len(variants) for k in range(len(variants))]:  # another first with each seed: warming up favours none
             t = make(variants[i], seed, given)
             t.set_steps(steps[i])
@@ -836,12 +835,14 @@ def bench_code(argv):
 # prefill and decode: [1, tables 3 and 4]
 
 
-def inference_model(size, out, m, length):
+def inference_model(size, out, m, length, compiled):
     "A GPT with random weights in m.dtype, made on the device: 5.6e9 of them would take minutes on a CPU"
     torch.manual_seed(0)
     with torch.device(m.device):
         model = GPT(GPTConfig(**SIZES[size] | dict(attn_out=out, block_size=max(length, SIZES[size].get("block_size", 1024)))))
     model.to(m.dtype).requires_grad_(False)
+    for block in model.h if compiled else ():  # all by the same code; of the whole, the unrolled layers take many minutes
+        block.compile()
     if m.device.type == "cuda":
         torch.cuda.empty_cache()
     return model.eval()
@@ -882,10 +883,7 @@ def bench_prefill(argv):
         work, peak, models = {}, {}, {}
         for out in OUTS:
             p = Peak(m)
-            models[out] = model = inference_model(size, out, m, T)
-            if compiled:
-                for block in model.h:  # as bench_decode
-                    block.compile()
+            models[out] = model = inference_model(size, out, m, T, compiled)
             idx = ring(lambda: torch.randint(GPTConfig.vocab_size, (B, T), device=m.device))
             work[out] = lambda i, model=model, idx=idx: model(idx[i % len(idx)])
             work[out](0)
@@ -895,13 +893,13 @@ def bench_prefill(argv):
         t = timed(work, m, args.runs, least=0.0)
         gain = gains({k: v.mean() for k, v in t.items()})
         for i, (out, v) in enumerate(t.items()):
-            paper = PREFILL.get(size, ())[i:i + 1] if (B, T) == (1024, 64) and i < 2 else ()
-            paper_gain = PREFILL[size][1][1] / PREFILL[size][0][1] - 1 if paper and i == 1 else None
-            rows.append((size, f"{B} x {T}", "compiled" if compiled else "eager", out, paper[0][0] if paper else None,
+            ms, rate, mb = PREFILL[size][i] if size in PREFILL and (B, T) == (1024, 64) and i < 2 else (None, None, None)
+            paper_gain = rate / PREFILL[size][0][1] - 1 if rate and i == 1 else None
+            rows.append((size, f"{B} x {T}", "compiled" if compiled else "eager", out, ms,
                          f"{v.mean() * 1e3:.3f} ± {v.std(ddof=1) * 1e3 if len(v) > 1 else 0:.3f}",
-                         signed(v.mean() * 1e3 - paper[0][0], suffix=" ms") if paper else None, f"{B * T / v.mean():,.0f}",
-                         paper[0][1] if paper else None, paper_gain and f"{paper_gain:+.1%}", f"{gain[out][0]:+.1%}",
-                         gain[out][1] and f"{gain[out][1]:.2f}", paper[0][2] if paper else None, peak[out] and f"{peak[out]:,.0f}"))
+                         signed(ms and v.mean() * 1e3 - ms, "{:+.2f} ms"), f"{B * T / v.mean():,.0f}", rate,
+                         paper_gain and f"{paper_gain:+.1%}", f"{gain[out][0]:+.1%}", gain[out][1] and f"{gain[out][1]:.2f}", mb,
+                         peak[out] and f"{peak[out]:,.0f}"))
             record(args, size=size, batch=B, T=T, compiled=compiled, variant=out, seconds=v.tolist(), tokens_per_s=B * T / v.mean(),
                    gain=gain[out][0], share=gain[out][1], peak_mib=peak[out])
         del work, models, model
@@ -928,19 +926,16 @@ def bench_decode(argv):
         idx = torch.randint(GPTConfig.vocab_size, (B, T), device=m.device)
         for out in OUTS:
             p = Peak(m)
-            models[out] = model = inference_model(size, out, m, T + n)
+            models[out] = model = inference_model(size, out, m, T + n, compiled)
             if cache is None:  # of one shape for all variants: they share it, or four would not fit
                 cache = model.new_cache(B, T + n)
-            hidden = model.hidden
-            for block in model.h if compiled else ():  # all by the same code; of the whole, the unrolled layers take many minutes
-                block.compile()
 
-            def prompt(i=0, model=model, hidden=hidden, cache=cache):
-                return model.lm_head(hidden(idx, cache)[:, -1]).argmax(-1, keepdim=True)        # (B, 1)
+            def prompt(i=0, model=model, cache=cache):
+                return model.lm_head(model.hidden(idx, cache)[:, -1]).argmax(-1, keepdim=True)        # (B, 1)
 
-            def steps(i=0, model=model, hidden=hidden, cache=cache, token=idx[:, -1:].clone()):
+            def steps(i=0, model=model, cache=cache, token=idx[:, -1:].clone()):
                 for pos in range(T, T + n):
-                    token = model.lm_head(hidden(token, cache, pos)[:, 0]).argmax(-1, keepdim=True)  # (B, 1)
+                    token = model.lm_head(model.hidden(token, cache, pos)[:, 0]).argmax(-1, keepdim=True)  # (B, 1)
 
             prompt(), steps()
             p.forget()
@@ -967,7 +962,7 @@ def bench_decode(argv):
                 record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(),
                        tokens_per_s=ours, seconds_first=t_first[out].tolist(), floor=floor, gain=gain[out][0], share=gain[out][1],
                        peak_mib=peak[out])
-        del first, eager, graph, models, model, cache, prompt, steps, hidden, work
+        del first, eager, graph, models, model, cache, prompt, steps, work
     table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
         "size", "batch x prompt + new", "", "variant", "paper, tokens/s", "tokens/s", "difference", "first token, ms", "then ms a token",
         "floor, ms", "share of floor", "paper's gain", "gain", "share of identity's gain", "peak MiB"], rows)
@@ -1122,10 +1117,10 @@ def bench_scaling(argv):
     seeds, loss, compute, rows = range(args.seed, args.seed + args.seeds), {}, {}, []
     for size, shape in sizes.items():
         for seed in seeds:
-            given = {}
+            make = lambda out, given=None: Trainer("gpt", shape | common | dict(attn_out=out), data, m, seed, given, args.compile)
+            given = dict(make(args.variants[0]).model.named_parameters())
             for out in args.variants:
-                t = Trainer("gpt", shape | common | dict(attn_out=out), data, m, seed, given, args.compile)
-                given = given or t.initial
+                t = make(out, given)
                 t.set_steps(max(1, round(args.tokens_per_param * t.params / t.step_tokens)))
                 t.warmup = min(t.warmup, t.steps // 10)
                 if t.steps * t.step_tokens > 4 * len(data.train):
