@@ -670,7 +670,7 @@ class SHAQConfig:
     rnn: str = "lstm"               # lstm | qrnn
     qrnn_window: int = 2            # width of the QRNN's causal convolution
     rnn_residual: bool = False      # h + rnn(h) in SHAQ, rnn(h) in SHA-RNN as published
-    attn_layers: tuple = (3,)       # blocks that attend, counted from 1 as in Table 2; "2,4" works too
+    attn_layers: tuple = (3,)       # blocks that attend, counted from 1 as in Table 2
     gates: bool = True              # Q_s, K_s, V_s of section 4.2 (and the overparametrised V_s of the published code)
     memory: str = "full"            # full | mean (eq. 1-4) | none
     mem_len: int = 5000             # positions of the past that a block may hold
@@ -679,12 +679,7 @@ class SHAQConfig:
     dropout: float = 0.1
 
     def __post_init__(self):
-        blocks = self.attn_layers
-        try:
-            blocks = str(blocks).split(",") if isinstance(blocks, int) or blocks and isinstance(blocks, str) else blocks
-            self.attn_layers = tuple(sorted({int(i) for i in blocks}))
-        except ValueError:
-            raise ValueError(f"attn_layers={self.attn_layers}: expected block numbers such as 3 or 2,4") from None
+        self.attn_layers = tuple(sorted(set(self.attn_layers)))
         for ok, message in (
             (self.rnn in ("lstm", "qrnn"), f"rnn={self.rnn}: expected lstm or qrnn"),
             (self.memory in ("full", "mean", "none"), f"memory={self.memory}: expected full, mean or none"),
@@ -1183,21 +1178,17 @@ def machine(device="auto", dtype="auto"):
     if device == "auto":
         device, note = (("cuda", "a GPU") if torch.cuda.is_available() else
                         ("mps", "Apple's GPU") if torch.backends.mps.is_available() else ("cpu", "no GPU found"))
-    try:
-        device = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"--device={device}: expected auto, cpu, cuda, cuda:N or mps") from None
+    device = torch.device(device)
     if (device.type == "cuda" and not torch.cuda.is_available()) or (device.type == "mps" and not torch.backends.mps.is_available()):
         raise ValueError(f"--device={device}: this PyTorch ({torch.__version__}) sees no such device; take --device=cpu")
     if device.type == "cuda":
-        if device.index is None:
-            device = torch.device("cuda", local)
+        device = torch.device("cuda", local)
         if device.index >= torch.cuda.device_count():
             raise ValueError(f"process {local} of this machine wants {device}, which has {torch.cuda.device_count()} GPUs: "
                              "lower --nproc_per_node")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
-        has_bf16, note = torch.cuda.is_bf16_supported(including_emulation=False), f"{torch.cuda.get_device_name(device)}"
+        has_bf16, note = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name(device)
     else:
         known = getattr(torch.cpu, "get_capabilities", dict)()
         has_bf16 = device.type == "cpu" and any(known.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16"))

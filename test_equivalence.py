@@ -1810,7 +1810,7 @@ def test_shaq_parameter_counts_are_the_papers(preset):
 def test_shaq_flops_per_token_by_hand():
     flops, d = lambda preset, **c: SHAQ(SHAQConfig(**{**TINY, **SHAQ_PRESETS[preset], **c})).flops_per_token(8), 16
     assert flops("shaq", mem_len=20) == 6 * (4 * 6 * d * d + d * d + 11 * d) + 12 * d * 20
-    assert flops("sharnn", mem_len=5, attn_layers="2,4") == 6 * (4 * 12 * d * d + 2 * d * d + 11 * d) + 2 * 12 * d * 8
+    assert flops("sharnn", mem_len=5, attn_layers=(2, 4)) == 6 * (4 * 12 * d * d + 2 * d * d + 11 * d) + 2 * 12 * d * 8
     assert flops("mean_mem", mem_len=20, mean_window=6) == 6 * (4 * 12 * d * d + d * d + 11 * d) + 12 * d * 7
 
 
@@ -1993,7 +1993,7 @@ def test_shaq_init_refuses_a_parameter_it_does_not_know():
 
 
 def test_shaq_collapse_changes_nothing_but_the_count():
-    model = tiny_shaq(attn_layers="2,4")
+    model = tiny_shaq(attn_layers=(2, 4))
     idx = torch.randint(11, (2, 9))
     before, n = model(idx)[0], sum(model.param_breakdown().values())
     small = copy.deepcopy(model).collapse()
@@ -2101,7 +2101,7 @@ def test_shaq_runs_under_bf16_autocast(preset):
 @pytest.mark.parametrize("fields, words", [
     (dict(rnn="gru"), "rnn=gru"), (dict(memory="all"), "memory=all"), (dict(ff="boo"), "ff=boo"),
     (dict(n_head=3), "n_head=3"),
-    (dict(attn_layers=(5,)), "from 1 to n_layer=4"), (dict(attn_layers="two"), "2,4"), (dict(mem_len=-1), "mem_len=-1"),
+    (dict(attn_layers=(5,)), "from 1 to n_layer=4"), (dict(mem_len=-1), "mem_len=-1"),
     (dict(memory="mean", mem_len=8, mean_window=8), "mean_window=8"), (dict(dropout=1.0), "dropout=1.0")])
 def test_shaq_config_errors_are_one_line(fields, words):
     with pytest.raises(ValueError) as error:
@@ -2117,8 +2117,7 @@ def test_shaq_refuses_a_state_of_another_batch():
             model(torch.randint(11, (2, 4)), state=state)
         with pytest.raises(ValueError, match="at least 1"):
             model(torch.randint(11, (2, 0)))
-    assert SHAQConfig(attn_layers="2,4").attn_layers == SHAQConfig(attn_layers=[4, 2]).attn_layers == (2, 4)
-    assert SHAQConfig(attn_layers="").attn_layers == () and SHAQConfig(attn_layers=2).attn_layers == (2,)
+    assert SHAQConfig(attn_layers=[4, 2]).attn_layers == (2, 4)
 
 
 def lamb_parameters():
