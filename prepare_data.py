@@ -342,12 +342,6 @@ def tokenize(raw, tokenizer, what, size=1 << 20):
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
 
 
-def command(name, data_dir):
-    """What to type to prepare data set name in data_dir."""
-    place = "" if data_dir == "data" else f" --data_dir={data_dir}"
-    return f"python prepare_data.py {name if name in DATASETS else f'--input FILE... --name {name}'}{place}"
-
-
 def open_bin(path, hint):
     """The tokens of one .bin file as a read-only uint16 array over a memory map; dies on a missing or damaged file."""
     if not os.path.isfile(path):
@@ -408,7 +402,8 @@ class Dataset:
 
 def load_dataset(name, data_dir="data"):
     """Open DATA_DIR/NAME -> Dataset; dies with the command to type where it is not prepared or damaged."""
-    folder, hint = os.path.join(data_dir, name), command(name, data_dir)
+    folder, place = os.path.join(data_dir, name), "" if data_dir == "data" else f" --data_dir={data_dir}"
+    hint = f"python prepare_data.py {name if name in DATASETS else f'--input FILE... --name {name}'}{place}"
     path = os.path.join(folder, "meta.json")
     if not os.path.isfile(path):
         die(f"data set {name!r} is not prepared in {data_dir}; type: {hint}")

@@ -164,10 +164,9 @@ def main():
     data = ensure(s["dataset"], s["data_dir"])
     c["vocab_size"] = c.get("vocab_size", -(-data.vocab_size // 64) * 64)  # a multiple of 64 is faster on a GPU: 50257 -> 50304
     source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
-    if ckpt and source | ckpt["data"] != source:
-        die(f"{path} was trained on {ckpt['data']['name']} ({ckpt['data']['tokenizer']}, "
-            f"SHA-256 {ckpt['data'].get('sha256', 'not kept')}), and --dataset={data.name} is {data.tokenizer}, {source['sha256']}: "
-            "prepare the same data, or start anew without --resume")
+    if ckpt and ckpt["data"] != source:
+        was, now = ("{name} ({tokenizer}, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], source))
+        die(f"{path} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew without --resume")
 
     # model
     torch.manual_seed(s["seed"])
@@ -203,7 +202,7 @@ def main():
         model.load_state_dict(ckpt["model"])
         optimizer.load_state_dict(ckpt["optimizer"])
         first = ckpt["step"]
-        evaluated = first if ckpt.get("evaluated", True) else None  # a signal can have come just before an evaluation
+        evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
     if s["compile"]:
         model.compile()  # in place: the checkpoint's keys stay as they are
     net = (torch.nn.parallel.DistributedDataParallel(model, [m.device.index] if m.device.type == "cuda" else None, broadcast_buffers=False)

@@ -166,10 +166,9 @@ def main():
     m.all(m.rank > 0 or bool(ensure(s["dataset"], s["data_dir"])))  # the first makes it, the others wait
     data = ensure(s["dataset"], s["data_dir"])
     source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
-    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or (resume and source | ckpt["data"] != source)):
-        die(f"{path if resume else stage2} was trained on {ckpt['data']['name']} ({ckpt['data']['tokenizer']}, "
-            f"SHA-256 {ckpt['data'].get('sha256', 'not kept')}), and --dataset={data.name} is {data.tokenizer}, {source['sha256']}: "
-            "prepare the same data, or start anew")
+    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or resume and ckpt["data"] != source):
+        was, now = ("{name} ({tokenizer}, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], source))
+        die(f"{path if resume else stage2} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew")
     if s["batch"] % m.world:
         die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take a multiple of {m.world}")
     streams = range(m.rank * s["batch"] // m.world, (m.rank + 1) * s["batch"] // m.world)
@@ -198,7 +197,7 @@ def main():
         optimizer.load_state_dict(ckpt["optimizer"])
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = take(ckpt["state"], streams, m.device)
-        evaluated = first if ckpt.get("evaluated", True) else None  # a signal can have come just before an evaluation
+        evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
     if s["compile"]:
         model.compile()
     net = (torch.nn.parallel.DistributedDataParallel(model, [m.device.index] if m.device.type == "cuda" else None, broadcast_buffers=False)
