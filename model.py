@@ -1075,13 +1075,17 @@ def last(x, n):
     return x[:, max(0, x.size(1) - max(0, n)):]
 
 
+def each(state, f):
+    "A state with f(t) in the place of every tensor t"
+    if isinstance(state, torch.Tensor):
+        return f(state)
+    return type(state)(each(s, f) for s in state) if isinstance(state, (list, tuple)) else state
+
+
 def detach_state(state):
     """The same state cut from its graph: gradients end at the window's start. A view of more rows is copied, so that
     neither memory nor torch.save holds on to what the state has dropped."""
-    if isinstance(state, torch.Tensor):
-        state = state.detach()
-        return state if state.untyped_storage().nbytes() == state.nbytes else state.clone()
-    return type(state)(detach_state(s) for s in state) if isinstance(state, (list, tuple)) else state
+    return each(state, lambda t: t.detach() if t.untyped_storage().nbytes() == t.nbytes else t.detach().clone())
 
 
 def tensors(state):

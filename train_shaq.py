@@ -23,7 +23,7 @@ from shlex import quote
 import numpy as np
 import torch
 
-from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, evaluating, load_checkpoint, lr_at, machine, peak_flops
+from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, each, evaluating, load_checkpoint, lr_at, machine, peak_flops
 from prepare_data import (Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, one_line, report,
                           run, write_or_warn)
 
@@ -334,12 +334,6 @@ def main():
 
 # -----------------------------------------------------------------------------
 # The state of all streams, for the checkpoint: nested lists and tuples of tensors whose dimension 0 is the streams
-
-
-def each(state, function):
-    if isinstance(state, (list, tuple)):
-        return type(state)(each(s, function) for s in state)
-    return None if state is None else function(state)
 
 
 def take(state, streams, device):
