@@ -762,7 +762,7 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
                        constexprs={index[n]: v for n, v in const.items()},
                        attrs={index[n]: [["tt.divisibility", 16]] for n in types if n not in const and n not in odd})
     cubin = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps)).asm["cubin"]
-    tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump" + (".exe" if os.name == "nt" else ""))
+    tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "cubin"), "wb") as f:
             f.write(cubin)
@@ -952,12 +952,13 @@ def bench_decode(argv):
             for i, (out, v) in enumerate(t.items()):
                 floor = (sum(q.nbytes for q in models[out].parameters()) + kv) / copy
                 ours = B / v.mean()
-                both = {(2048, 64): [r[1] for r in DECODE.get(size, ())], (1024, 16): DECODE_V1.get(size, ())}.get((B, n), ())
-                paper = both[i] if both and i < 2 else None
+                table_4 = [row[1] for row in DECODE.get(size, ())] if (B, n) == (2048, 64) else []
+                papers = DECODE_V1.get(size, ()) if (B, n) == (1024, 16) else table_4  # dense, hadamard
+                paper = papers[i] if papers and i < 2 else None
                 rows.append((size, f"{B} x {T} + {n}", f"{'compiled, ' if compiled else ''}{mode}", out, paper and f"{paper:,}",
                              f"{ours:,.0f}", paper and f"{ours / paper:.2f} times", f"{t_first[out].mean() * 1e3:.3f}",
                              f"{v.mean() * 1e3:.3f} ± {v.std(ddof=1) * 1e3 if len(v) > 1 else 0:.3f}", f"{floor * 1e3:.3f}",
-                             f"{floor / v.mean():.2f}", f"{both[1] / both[0] - 1:+.1%}" if both and i == 1 else None,
+                             f"{floor / v.mean():.2f}", f"{paper / papers[0] - 1:+.1%}" if paper and i == 1 else None,
                              f"{gain[out][0]:+.1%}", gain[out][1] and f"{gain[out][1]:.2f}", peak[out] and f"{peak[out]:,.0f}"))
                 record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(),
                        tokens_per_s=ours, seconds_first=t_first[out].tolist(), floor=floor, gain=gain[out][0], share=gain[out][1],
@@ -1370,13 +1371,10 @@ def read_logs(paths):
 def plot_logs(plt, rows):
     "Bits per byte of the validation split against the time spent in training steps; runs of one name in one colour"
     fig, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    seen = []
-    for row in rows:
-        minutes, _, bits = zip(*row["curve"])
-        label = row["name"] if row["name"] not in seen else None
-        seen += [label] * (label is not None)
-        i = seen.index(row["name"]) % 8
-        ax.plot(minutes, bits, color=COLORS[i], marker=MARKS[i], ms=4, lw=1, label=label)
+    for i, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
+        for k, row in enumerate(row for row in rows if row["name"] == name):
+            minutes, _, bits = zip(*row["curve"])
+            ax.plot(minutes, bits, color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, lw=1, label=None if k else name)
     ax.set(xlabel="minutes in training steps", ylabel="validation, bits per byte")
     ax.legend()
     yield "training", fig

@@ -227,10 +227,9 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     (1, S) in the dtype of q, 0 where the query may look and -inf elsewhere.
     """
     T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
-    # None of PyTorch's flash kernels takes heads above 256. Their products, 2 (w + w_v) operations for each number of S, take longer than
-    # the 8 bytes that library products move for it: 5.8 ps at 790 TFLOP/s against 1.9 at 4.3 TB/s, an H200's, for [2]'s 768 and 1,536. A
-    # kernel that keeps S on the chip lacks the registers for the sums of such values: it forms S anew for every few hundred columns, 1.7
-    # times the operations. Calculated, not measured (bench.py kernels does); FlashAttention's author advises the same
+    # None of PyTorch's flash kernels takes heads above 256. At [2]'s 768 and 1,536 the products take three times as long as moving S to
+    # memory and back; a kernel that keeps S on the chip lacks registers for such sums and forms S anew for every few hundred columns, 1.7
+    # times the operations. Calculated for an H200, not measured (bench.py kernels does); FlashAttention's author advises the same
     # (Dao-AILab/flash-attention, issues 801 and 805). Up to T = w_v, S is no larger than v: whole, in plain operations, which torch.compile
     # makes 3 launches forward and 5 backward of (seen in its code), where blocks take 11 and 19, or at [2]'s shape longer than all else.
     if T > 1 and (q.device.type == "cpu" or T < S or (wide or r is not None) and T > v.size(-1)):
@@ -1194,7 +1193,7 @@ def machine(device="auto", dtype="auto"):
         torch.set_float32_matmul_precision("high")
         has_bf16, note = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name(device)
     else:
-        known = getattr(torch.cpu, "get_capabilities", dict)()
+        known = torch.cpu.get_capabilities()
         has_bf16 = device.type == "cpu" and any(known.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16"))
         note += f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     if dtype == "auto":
