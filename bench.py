@@ -43,8 +43,8 @@ import kernels
 import train_gpt
 import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
-from model import (GPT, LAMB, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, detach_state, load_checkpoint,
-                   lr_at, machine, model_of, param_groups, peak_flops)
+from model import (GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, detach_state, load_checkpoint,
+                   lr_at, machine, model_of, peak_flops)
 from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, number, one_line, progress, run
 
 # -----------------------------------------------------------------------------
@@ -328,18 +328,11 @@ class Trainer:
     def __init__(self, kind, typed, data, m, seed, given=None, compiled=False):
         self.kind, self.data, self.m, self.seed = kind, data, m, seed
         self.peak = Peak(m)
-        self.s, c = SCRIPT[kind].settle(typed, {}, m)
+        self.s, c = SCRIPT[kind].settle(typed | dict(seed=seed), {}, m)
         s = self.s
-        torch.manual_seed(seed)
-        with one_line():
-            if kind == "gpt":
-                c.setdefault("vocab_size", -(-data.vocab_size // 64) * 64)
-                self.model = GPT(GPTConfig(**c))
-            else:
-                self.model = SHAQ(SHAQConfig(**c | dict(vocab_size=data.vocab_size)))
+        self.model, self.optimizer = SCRIPT[kind].build(s, c, data, m)
         if given:
             share(self.model, given)
-        self.model.to(m.device)
         self.params = sum(p.numel() for p in self.model.parameters())
         if kind == "gpt":
             self.T = self.model.config.block_size
@@ -348,10 +341,6 @@ class Trainer:
                 die(f"batch_tokens={s['batch_tokens']} is no multiple of block_size={self.T}")
             self.micro = max(i for i in range(1, min(s["micro_batch"], self.B) + 1) if self.B % i == 0)
             self.windows = train_gpt.Windows(data.train, self.T, self.B, seed)
-            s.setdefault("max_steps", -(-20 * self.params // s["batch_tokens"]))
-            self.optimizer = torch.optim.AdamW(param_groups(self.model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"],
-                                               eps=1e-8, fused=m.device.type != "mps")
-            self.flops = self.model.flops_per_token()
         else:
             self.T, self.B = s["bptt"], s["batch"]
             self.length, self.at, self.state = (len(data.train) - 1) // self.B, 0, None
@@ -359,10 +348,7 @@ class Trainer:
                 die(f"bptt={self.T}: expected at most the {self.length:,} tokens of one of {self.B} streams")
             if s.get("max_steps") is None:
                 s["max_steps"] = math.ceil(s["epochs"] * self.length / (0.975 * self.T))
-            self.optimizer = (LAMB(self.model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"]) if s["optimizer"] == "lamb" else
-                              torch.optim.AdamW(self.model.parameters(), lr=s["lr"], betas=(0.9, 0.999), weight_decay=s["weight_decay"],
-                                                fused=m.device.type != "mps"))
-            self.flops = self.model.flops_per_token(self.T)
+        self.flops = self.model.flops_per_token(self.T)
         if compiled:
             self.model.compile()
         self.step_tokens = self.B * self.T

@@ -98,6 +98,17 @@ def settle(typed, stored, m):
     return s, SIZES[s["size"]] | model
 
 
+def build(s, c, data, m):
+    "-> a new model on its device, its optimiser"
+    c.setdefault("vocab_size", -(-data.vocab_size // 64) * 64)  # a multiple of 64 is faster on a GPU: 50257 -> 50304
+    torch.manual_seed(s["seed"])
+    with one_line():
+        model = GPT(GPTConfig(**c)).to(m.device)
+    s.setdefault("max_steps", -(-20 * model.num_params() // s["batch_tokens"]))
+    return model, torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"],
+                                    fused=m.device.type != "mps")
+
+
 # -----------------------------------------------------------------------------
 # Data: each epoch takes every window of block_size tokens once, in an order drawn from (seed, epoch)
 
@@ -162,17 +173,13 @@ def main():
     os.makedirs(s["out_dir"], exist_ok=True)
     m.all(m.rank > 0 or bool(ensure(s["dataset"], s["data_dir"])))  # the first makes it, the others wait
     data = ensure(s["dataset"], s["data_dir"])
-    c["vocab_size"] = c.get("vocab_size", -(-data.vocab_size // 64) * 64)  # a multiple of 64 is faster on a GPU: 50257 -> 50304
     source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
     if ckpt and ckpt["data"] != source:
         was, now = ("{name} ({tokenizer}, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], source))
         die(f"{path} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew without --resume")
 
-    # model
-    torch.manual_seed(s["seed"])
-    with one_line():
-        model = GPT(GPTConfig(**c))
-    model.to(m.device)
+    # model, optimiser
+    model, optimizer = build(s, c, data, m)
     c, T = asdict(model.config), model.config.block_size
     if "hadamard" in c["attn_out"]:
         whole = c["attn_out"] == "hadamard"
@@ -189,14 +196,10 @@ def main():
     if len(data.val) <= T:
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: lower --block_size")
     windows = Windows(data.train, T, B, s["seed"])
-    s.setdefault("max_steps", -(-20 * model.num_params() // s["batch_tokens"]))
     for name, default in (("min_lr", s["lr"] / 10), ("warmup_steps", s["max_steps"] // 50),
                           ("eval_interval", max(1, s["max_steps"] // 20))):
         s.setdefault(name, default)
 
-    # optimiser
-    optimizer = torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"], eps=1e-8,
-                                  fused=m.device.type != "mps")
     first, evaluated = 0, None
     if ckpt:
         model.load_state_dict(ckpt["model"])

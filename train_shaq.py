@@ -99,6 +99,16 @@ def settle(typed, stored, m):
     return s, SHAQ_PRESETS[s["preset"]] | model | dict(mean_window=s["bptt"])
 
 
+def build(s, c, data, m):
+    "-> a new model on its device, its optimiser"
+    torch.manual_seed(s["seed"])
+    with one_line():
+        model = SHAQ(SHAQConfig(**c | dict(vocab_size=data.vocab_size))).to(m.device)
+    if s["optimizer"] == "lamb":
+        return model, LAMB(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"])
+    return model, torch.optim.AdamW(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"], fused=m.device.type != "mps")
+
+
 # -----------------------------------------------------------------------------
 # Data: streams read in order, windows of random length
 
@@ -177,16 +187,8 @@ def main():
         die(f"--bptt={s['bptt']}: expected at most the {length:,} tokens of a stream ({len(data.train):,} in {s['batch']} streams)")
 
     # model, optimiser
-    torch.manual_seed(s["seed"])
-    with one_line():
-        model = SHAQ(SHAQConfig(**c | dict(vocab_size=data.vocab_size)))
-    model.to(m.device)
+    model, optimizer = build(s, c, data, m)
     c = asdict(model.config)
-    if s["optimizer"] == "lamb":
-        optimizer = LAMB(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"])
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=s["lr"], betas=(0.9, 0.999), weight_decay=s["weight_decay"],
-                                      fused=m.device.type != "mps")
     first, at, epoch, best, state, minutes, evaluated = 0, 0, 0, math.inf, None, 0.0, None
     try:
         if ckpt:
