@@ -3030,7 +3030,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys):
         fails(capsys, lambda: bench.main(argv), words)
     for argv, words in (
         (["compare", "--variant=attn_ot=dense", "--variant="], "did you mean --attn_out?"),
-        (["compare", "--variant=n_embd=big", "--variant="], "--variant: argument --n_embd: invalid int value: 'big'"),
+        (["compare", "--variant=n_embd=big", "--variant="], "--variant, read by train_gpt.py: argument --n_embd: invalid int value: 'big'"),
         (["compare", "--variant=preset=shak", "--variant=", "--model=shaq"], "choose from"),
         (["compare", "--set=n_layer=2.9"], "'2.9'"), (["compare", "--set=lr=-1"], "0 or more"),
         (["compare", "--set=schedule=kosine"], "cosine"), (["compare", "--model=shaq", "--set=optimizer=sgd"], "lamb"),
