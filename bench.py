@@ -719,8 +719,7 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     rows = f"*{dtype}"
     if kind.startswith("pool"):
         fn, warps = kernels._fo_backward_kernel if kind == "pool backward" else kernels._fo_forward_kernel, 1
-        plan = dict(ACT=True, HAS_C0=True, HAS_DH=True, HAS_DC=True, SUMMARY=False, SEGMENTED=False, PTX=True, U=kernels.FO_CHUNK,
-                    D=32 if dtype == "fp32" else 64) | flags
+        plan = dict(ACT=True, SUMMARY=False, SEGMENTED=False, PTX=True, U=kernels.FO_CHUNK, D=32 if dtype == "fp32" else 64) | flags
         types = {n: "*fp32" if n.startswith(("c0", "c_last", "edge", "dc", "sum")) else rows if n.endswith("_ptr") else "i32"
                  for n in fn.arg_names}
         elements, odd = plan["U"] * plan["D"], ("B", "T")

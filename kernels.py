@@ -1014,8 +1014,8 @@ if triton is not None:
 
     @triton.jit
     def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, H, sb, st, L,
-                           ACT: tl.constexpr, HAS_C0: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr,
-                           PTX: tl.constexpr, U: tl.constexpr, D: tl.constexpr):
+                           ACT: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr, PTX: tl.constexpr,
+                           U: tl.constexpr, D: tl.constexpr):
         """One program: D channels of one batch row, L steps from seg * L on. With SUMMARY only the segment's map
         c -> prod(f) c + part is computed, into sum (2, segments, B, H); with SEGMENTED the state before the segment
         is composed of the maps of the segments before it."""
@@ -1028,7 +1028,7 @@ if triton is not None:
         row = b * H + i  # in a (B, H) tensor; row n of (N, B, H) is (n * B + b) * H + i
         c = tl.zeros((D,), S)
         prod = c + 1
-        if HAS_C0 and not SUMMARY:
+        if c0_ptr is not None and not SUMMARY:
             c = tl.load(c0_ptr + row, live, 0.0).to(S)
         if SEGMENTED:
             for s0 in range(0, seg, U):
@@ -1076,9 +1076,8 @@ if triton is not None:
 
     @triton.jit
     def _fo_backward_kernel(z_ptr, f_ptr, o_ptr, edge_ptr, dh_ptr, dc_last_ptr, dz_ptr, df_ptr, do_ptr, dc0_ptr,
-                            sum_ptr, B, T, H, sb, st, db, dt, L, ACT: tl.constexpr, HAS_DH: tl.constexpr,
-                            HAS_DC: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr, PTX: tl.constexpr,
-                            U: tl.constexpr, D: tl.constexpr):
+                            sum_ptr, B, T, H, sb, st, db, dt, L, ACT: tl.constexpr, SUMMARY: tl.constexpr,
+                            SEGMENTED: tl.constexpr, PTX: tl.constexpr, U: tl.constexpr, D: tl.constexpr):
         """As the forward kernel, in reverse: the carry is e = f dc, a segment's map e -> prod(f) e + part."""
         S: tl.constexpr = edge_ptr.dtype.element_ty
         G: tl.constexpr = dz_ptr.dtype.element_ty
@@ -1090,7 +1089,7 @@ if triton is not None:
         row = b * H + i
         e = tl.zeros((D,), S)
         prod = e + 1
-        if HAS_DC and not SUMMARY:
+        if dc_last_ptr is not None and not SUMMARY:
             e = tl.load(dc_last_ptr + row, live, 0.0).to(S)
         if SEGMENTED:
             for s0 in range(0, segs - 1 - seg, U):
@@ -1111,9 +1110,9 @@ if triton is not None:
                 fs = fs + (tl.load(f_ptr + at, m, float("inf") if ACT else 1.0),)
                 if not SUMMARY:
                     zs = zs + (tl.load(z_ptr + at, m, 0.0),)
-                if HAS_DH or not SUMMARY:
+                if dh_ptr is not None or not SUMMARY:
                     os = os + (tl.load(o_ptr + at, m, 0.0),)
-                if HAS_DH:
+                if dh_ptr is not None:
                     gs = gs + (tl.load(dh_ptr + (b * T + t0 + u) * H + i, m, 0.0),)
             if not SUMMARY:
                 c = tl.load(edge_ptr + (t0 // U * B + b) * H + i, live, 0.0)
@@ -1130,7 +1129,7 @@ if triton is not None:
                 if ACT:
                     f = _fo_sigmoid(f, PTX)
                 dc = e
-                if HAS_DH:
+                if dh_ptr is not None:
                     o, dh = os[u].to(S), gs[u].to(S)
                     if ACT:
                         o = _fo_sigmoid(o, PTX)
@@ -1145,12 +1144,12 @@ if triton is not None:
                     dz = (1 - f) * dc
                     df = (cs[u] - z) * dc
                     do = tl.zeros((D,), S)
-                    if HAS_DH:
+                    if dh_ptr is not None:
                         do = dh * c
                     if ACT:
                         dz = dz * (1 - z * z)
                         df = df * (f * (1 - f))
-                        if HAS_DH:
+                        if dh_ptr is not None:
                             do = do * (o * (1 - o))
                     c = cs[u]
                     m = live & (t0 + u + zero < T)
@@ -1194,7 +1193,7 @@ if triton is not None:
         z, f, o, grid, length, settings = _fo_plan(z, f, o)
         maps = edges.new_empty(2, grid[1], B, H) if grid[1] > 1 else edges
         c0 = c0 if c0 is None else c0.contiguous()
-        args = z, f, o, c0, h, c_last, edges, maps, B, T, H, z.stride(0), z.stride(1), length, act, c0 is not None
+        args = z, f, o, c0, h, c_last, edges, maps, B, T, H, z.stride(0), z.stride(1), length, act
         with torch.cuda.device_of(z):  # Triton launches on the current device, which need not be the tensor's
             if grid[1] > 1:
                 _fo_forward_kernel[grid](*args, SUMMARY=True, **settings | dict(SEGMENTED=False))
@@ -1212,7 +1211,7 @@ if triton is not None:
         dh = dh if dh is None else dh.contiguous()
         dc_last = dc_last if dc_last is None else dc_last.contiguous()
         args = (z, f, o, edges, dh, dc_last, dz, df, do, dc0, maps, B, T, H, z.stride(0), z.stride(1),
-                dz.stride(0), dz.stride(1), length, act, dh is not None, dc_last is not None)
+                dz.stride(0), dz.stride(1), length, act)
         with torch.cuda.device_of(z):
             if grid[1] > 1:
                 _fo_backward_kernel[grid](*args, SUMMARY=True, **settings | dict(SEGMENTED=False))
