@@ -45,7 +45,8 @@ import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
 from model import (GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, detach_state, load_checkpoint,
                    lr_at, machine, model_of, peak_flops)
-from prepare_data import Parser, die, encode, decode as decode_text, ensure, flag01, git_commit, nearest, number, one_line, progress, run
+from prepare_data import (Parser, die, encode, decode as decode_text, flag01, git_commit, load_dataset, nearest, number, one_line,
+                          progress, run)
 
 # -----------------------------------------------------------------------------
 # What the papers say
@@ -487,7 +488,7 @@ def bench_compare(argv):
     if args.compile:
         fresh_compiler()
     variants = [common | v for v in variants]
-    data = ensure(common.get("dataset", "pysource"), common.get("data_dir", "data"))
+    data = load_dataset(common.get("dataset", "pysource"), common.get("data_dir", "data"))
 
     def make(v, seed, given=None):
         return Trainer(kind, v, data, m, seed, given, args.compile)
@@ -1099,7 +1100,7 @@ def bench_scaling(argv):
         die("scaling needs two sizes or more")
     if args.compile:
         fresh_compiler()
-    data = ensure(common.get("dataset", "pysource"), common.get("data_dir", "data"))
+    data = load_dataset(common.get("dataset", "pysource"), common.get("data_dir", "data"))
     seeds, loss, compute, rows = range(args.seed, args.seed + args.seeds), {}, {}, []
     for size, shape in sizes.items():
         for seed in seeds:

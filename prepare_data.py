@@ -401,10 +401,12 @@ class Dataset:
 
 
 def load_dataset(name, data_dir="data"):
-    """Open DATA_DIR/NAME -> Dataset; dies with the command to type where it is not prepared or damaged."""
+    """Open DATA_DIR/NAME -> Dataset; pysource is prepared first if need be, for others the command to type is said."""
     folder, place = os.path.join(data_dir, name), "" if data_dir == "data" else f" --data_dir={data_dir}"
     hint = f"python prepare_data.py {name if name in DATASETS else f'--input FILE... --name {name}'}{place}"
     path = os.path.join(folder, "meta.json")
+    if name == "pysource" and not os.path.isfile(path):
+        prepare(folder, name, "byte", *pysource())
     if not os.path.isfile(path):
         die(f"data set {name!r} is not prepared in {data_dir}; type: {hint}")
     try:
@@ -426,12 +428,6 @@ def digest(meta):
     known = meta.get("sha256")
     return known if isinstance(known, str) else hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
-
-def ensure(name, data_dir="data"):
-    """load_dataset, preparing pysource first if it is not there yet (under torchrun call it on one rank first)."""
-    if name == "pysource" and not os.path.isfile(os.path.join(data_dir, name, "meta.json")):
-        prepare(os.path.join(data_dir, name), name, "byte", *pysource())
-    return load_dataset(name, data_dir)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources. Size and digest are those of the text itself, unpacked, so a mirror may pack it differently. shakespeare: the

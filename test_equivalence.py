@@ -2582,7 +2582,7 @@ def test_data_damaged_bin_is_one_line(tmp_path, capsys):
 
 
 def test_data_pysource_is_prepared_on_demand_and_the_same_again(tmp_path, capsys):
-    pd.ensure("pysource", str(tmp_path))
+    pd.load_dataset("pysource", str(tmp_path))
     d = pd.load_dataset("pysource", str(tmp_path))
     raw, about = pd.pysource()
     assert sys.version.split()[0] in about and len(raw) > 1_000_000
@@ -2592,9 +2592,9 @@ def test_data_pysource_is_prepared_on_demand_and_the_same_again(tmp_path, capsys
     assert d.meta["sha256"] == hashlib.sha256(raw).hexdigest()
     assert d.decode(d.encode("def f():\n    return 'ü'")) == "def f():\n    return 'ü'" and d.decode([255]) == "\ufffd"
     before = os.stat(tmp_path / "pysource" / "train.bin").st_mtime_ns
-    pd.ensure("pysource", str(tmp_path))
+    pd.load_dataset("pysource", str(tmp_path))
     assert os.stat(tmp_path / "pysource" / "train.bin").st_mtime_ns == before
-    fails(capsys, lambda: pd.ensure("enwik8", str(tmp_path)), f"python prepare_data.py enwik8 --data_dir={tmp_path}")
+    fails(capsys, lambda: pd.load_dataset("enwik8", str(tmp_path)), f"python prepare_data.py enwik8 --data_dir={tmp_path}")
     fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path)), "--input FILE... --name mine")
 
 
@@ -2960,7 +2960,7 @@ def test_bench_shared_weights_start_equal():
 def test_bench_trains_as_the_training_scripts_do(train, data_dir):
     text = GPT_SET.replace("max_steps=12", "max_steps=4") + ",attn_out=hadamard,dropout=0.1,lr=0.01,micro_batch=4"
     log = train("--size=nano", *(f"--{part}" for part in text.split(",")))[3]
-    trainer = bench.Trainer("gpt", bench.settings("gpt", text, "") | dict(size="nano"), bench.ensure("mine", str(data_dir)),
+    trainer = bench.Trainer("gpt", bench.settings("gpt", text, "") | dict(size="nano"), bench.load_dataset("mine", str(data_dir)),
                             machine("cpu", "float32"), 1)
     assert [trainer.step(i) for i in range(4)] == pytest.approx(list(losses(log)[0].values()), rel=1e-6)
 
@@ -2970,14 +2970,15 @@ def test_bench_trains_shaq_as_the_training_script_does(train_shaq_here, bench_da
             "mem_len=300")
     train_shaq_here("--dataset=words", f"--data_dir={bench_data}", *(f"--{part}" for part in text.split(",")), "--seed=1",
                     f"--out_dir={tmp_path}")
-    trainer = bench.Trainer("shaq", bench.settings("shaq", text, ""), bench.ensure("words", str(bench_data)), machine("cpu", "float32"), 1)
+    trainer = bench.Trainer("shaq", bench.settings("shaq", text, ""), bench.load_dataset("words", str(bench_data)),
+                            machine("cpu", "float32"), 1)
     assert [trainer.step(i) for i in range(9)] == pytest.approx(list(losses(records(tmp_path))[0].values()), rel=1e-6)
     assert torch.load(tmp_path / "ckpt.pt", weights_only=True)["epoch"] >= 1  # where an epoch ends what is remembered ends too
 
 
 def test_bench_run_shows_its_progress_and_takes_the_line_back(bench_data, monkeypatch, capsys):
     typed = bench.settings("gpt", GPT_SET.replace("max_steps=12", "max_steps=6"), "") | dict(size="nano", dataset="words")
-    trainer = bench.Trainer("gpt", typed, bench.ensure("words", str(bench_data)), machine("cpu", "float32"), 1)
+    trainer = bench.Trainer("gpt", typed, bench.load_dataset("words", str(bench_data)), machine("cpu", "float32"), 1)
     monkeypatch.setattr(pd.progress, "last", -1e9)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     trainer.run("run 3 of 20", 2)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, each, evaluating, load_checkpoint, lr_at, machine, peak_flops
-from prepare_data import (Log, Parser, StopSignal, die, digest, duration, ensure, flag01, git_commit, number, one_line, report,
+from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01, git_commit, load_dataset, number, one_line, report,
                           run, write_or_warn)
 
 # -----------------------------------------------------------------------------
@@ -173,8 +173,8 @@ def main():
     s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
-    m.all(m.rank > 0 or bool(ensure(s["dataset"], s["data_dir"])))  # the first makes it, the others wait
-    data = ensure(s["dataset"], s["data_dir"])
+    m.all(m.rank > 0 or bool(load_dataset(s["dataset"], s["data_dir"])))  # the first makes it, the others wait
+    data = load_dataset(s["dataset"], s["data_dir"])
     source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
     if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or resume and ckpt["data"] != source):
         was, now = ("{name} ({tokenizer}, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], source))
