@@ -224,7 +224,7 @@ class Log:
         with contextlib.suppress(ValueError):  # a line that a crash cut short is the last
             for line in self.file.read().splitlines(True) if resume_step is not None else ():
                 record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
-                if record.get("step", -1) >= resume_step + ("val_loss" in record):
+                if record.get("step", -1) >= resume_step + ("val_loss" in record) or not line.endswith(b"\n"):
                     break
                 keep += len(line)
         self.file.truncate(keep)
@@ -326,7 +326,7 @@ def tokenize(raw, tokenizer, what, size=1 << 20):
         return np.frombuffer(raw, np.uint8).astype(np.uint16)
     encode, chunks = gpt2().encode_ordinary, list(safe_chunks(raw.decode(), size))
     done, total, t0, tokens = 0, sum(map(len, chunks)), time.perf_counter(), []
-    pool = ThreadPoolExecutor(os.cpu_count())  # threads will do: tiktoken works outside Python's lock
+    pool = ThreadPoolExecutor()  # threads will do: tiktoken works outside Python's lock
     try:
         for chunk, ids in zip(chunks, pool.map(lambda text: np.array(encode(text), np.uint16), chunks)):
             tokens.append(ids)
