@@ -31,7 +31,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
 
