@@ -1246,7 +1246,14 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_of_the_first_25_ste
     assert torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["settings"]["max_steps"] == 25
     ticks = itertools.chain(range(0, 500, 100), itertools.count(401))  # start, evaluation, three slow steps, then each takes a second
     monkeypatch.setattr(train_gpt, "time", SimpleNamespace(perf_counter=ticks.__next__))
-    assert "will do for 60 steps here" in train("--max_steps=400", "--max_minutes=1", "--eval_interval=100", out="clock")[1]
+    flags = "--max_steps=400", "--max_minutes=1", "--eval_interval=100"
+    assert "will do for 60 steps here" in train(*flags, out="clock")[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "StopSignal", type("Late", (Stops,), dict(reads=-20)))
+        assert train(*flags, out="parts")[0] == 130  # at step 23: it was not yet decided
+    resumed = train(*flags, "--resume", out="parts")
+    assert resumed[0] == 0 and "will do for 60 steps here" in resumed[1] and max(losses(resumed[3])[0]) == 59
+    assert "will do" not in train(*flags, "--resume", "--max_steps=70", out="parts")[1]  # once only
 
 
 def test_train_compiled_is_not_compiled(train, tmp_path, monkeypatch):

@@ -86,7 +86,7 @@ FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "d
 def settle(typed, stored, m):
     "What was typed over what the checkpoint holds (its settings and its whole configuration) over the defaults -> settings, model settings"
     s = dict(size="nano" if m.device.type == "cpu" else "tiny", dataset="pysource", data_dir="data", out_dir="out/gpt", weight_decay=0.1,
-             max_minutes=0.0, grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20,
+             max_minutes=0.0, paced=False, grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20,
              eval_windows="spread", seed=1337, compile=m.device.type == "cuda")
     for name, value in typed.items():
         if name in stored and name not in FREE and stored[name] != value:
@@ -301,10 +301,12 @@ def main():
                     + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={quote(s['out_dir'])}"))
             raise SystemExit(130)
         step += 1
-        if step == 25 and s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:  # the mean over processes: all decide alike
-            s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
-            say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; "
-                "the schedule now ends there (--max_minutes=0 runs all)")
+        if step >= 25 and pace and not s["paced"]:  # once in a run; pace is the mean over processes: all decide alike
+            s["paced"] = True
+            if s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:
+                s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
+                say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; "
+                    "the schedule now ends there (--max_minutes=0 runs all)")
 
     # at the end: a sample, and where everything lies
     if m.device.type == "cuda":

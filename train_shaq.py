@@ -93,7 +93,8 @@ def settle(typed, stored, m):
             die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; "
                 "drop the flag, or start anew without --resume in another --out_dir")
     s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
-             eval_tokens=2**62, seed=1337, max_minutes=0.0, compile=m.device.type == "cuda") | (LAPTOP if m.device.type == "cpu" else PAPER)
+             eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
+             compile=m.device.type == "cuda") | (LAPTOP if m.device.type == "cpu" else PAPER)
     s |= stored | typed
     model = {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s}
     return s, SHAQ_PRESETS[s["preset"]] | model | dict(mean_window=s["bptt"])
@@ -303,10 +304,12 @@ def main():
                     + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={quote(s['out_dir'])}"))
             raise SystemExit(130)
         step += 1
-        if step == 25 and s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:  # the mean over processes: all decide alike
-            s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
-            say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; "
-                "the schedule now ends there (--max_minutes=0 runs all)")
+        if step >= 25 and pace and not s["paced"]:  # once in a run; pace is the mean over processes: all decide alike
+            s["paced"] = True
+            if s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:
+                s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
+                say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; "
+                    "the schedule now ends there (--max_minutes=0 runs all)")
 
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
