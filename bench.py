@@ -42,8 +42,8 @@ import kernels
 import train_gpt
 import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
-from model import (GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, detach_state, load_checkpoint,
-                   lr_at, machine, model_of, peak_flops)
+from model import (GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, clip_, detach_state,
+                   load_checkpoint, lr_at, machine, model_of, peak_flops)
 from prepare_data import (Parser, die, encode, decode as decode_text, flag01, git_commit, load_dataset, nearest, number, one_line,
                           progress, run)
 
@@ -101,6 +101,7 @@ def start(what, doc, argv, *flags):
     if m.world > 1:
         die("bench.py measures one device: start it without torchrun")
     torch.use_deterministic_algorithms(False)  # which compare, named before this command, may have left on
+    torch.backends.cuda.enable_cudnn_sdp(what not in ("decode", "eval"))  # it plans for tenths of a second for each new number of keys
     args.what, args.run, args.gpu = what, time.strftime("%Y-%m-%d %H:%M:%S"), m.device.type == "cuda"
     args.hardware, args.git = hardware(m), git_commit()
     return args, m
@@ -369,8 +370,10 @@ class Trainer:
         if self.kind == "gpt":
             for a in range(0, self.B, self.micro):
                 x, y = self.windows(i, slice(a, a + self.micro))
+                if m.device.type == "cuda":
+                    x, y = x.pin_memory(), y.pin_memory()
                 with m.autocast():
-                    part = self.model(x.to(m.device), y.to(m.device)) * (self.micro / self.B)
+                    part = self.model(x.to(m.device, non_blocking=True), y.to(m.device, non_blocking=True)) * (self.micro / self.B)
                 part.backward()
                 loss += part.detach()
         else:
@@ -383,7 +386,7 @@ class Trainer:
             self.at, self.state = self.at + T, detach_state(state)
             if self.at >= self.length:
                 self.at, self.state = 0, None
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), s["grad_clip"] or math.inf, foreach=True)
+        clip_(self.model, s["grad_clip"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item()

@@ -360,7 +360,6 @@ if triton is not None:
         out = residual + alpha * scale * (x @ H) + beta and normed = LayerNorm(out), or RMSNorm; stats (2, N): each row's mean and
         1 / deviation. A program holds whole rows, so both norms' sums cost no memory: two reads and two writes, where the transform and
         an addition fused with the norm make three of each. Heads of 96 stand in tiles of 128: CW > C, and the lanes beyond C idle.
-        With an fp32 residual two widths use up all registers and spill 2 to 10 numbers: 2048 on sm_80; 1536 on sm_100, by Triton 3.6.
         """
         row = tl.program_id(0) * R + tl.arange(0, R).to(tl.int64)
         j = tl.arange(0, W)
@@ -371,12 +370,15 @@ if triton is not None:
         if CW > C:
             live = j < C
             ok = ok & live[None, :]
+        ahead = ()  # every load before the first store, which might be to the same address: else each waits for memory in its turn
+        for i in tl.static_range(M * P):
+            ahead = ahead + (tl.load(residual + base + i * C, mask=ok, other=0.0),)
         t = _load_transform(x, None, base, col, ok, M, P, LOG_P, C, W, LOG_W, SIGNS, PAIRS, R, INNER)
         y = ()
         total = tl.zeros((R, W), tl.float32)  # over tiles first, across threads once
         for i in tl.static_range(M * P):
             v = t[i] * scale * _load_vector(alpha + col + i * C, live) + _load_vector(beta + col + i * C, live)
-            v = (v + tl.load(residual + base + i * C, mask=ok, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+            v = (v + ahead[i].to(tl.float32)).to(out.dtype.element_ty)
             tl.store(out + base + i * C, v, mask=ok)
             v = v.to(tl.float32)  # the norm is of what was stored
             y = y + (v,)
@@ -533,7 +535,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             CW = W = 1 << (C - 1).bit_length()
         each = (4 if M * P <= 12 else 2) if kind == "grads" else 8 if bits == 16 and M * P <= 16 else 4  # numbers a thread and tile
         R = 1 if "few" in kind else max(1, each * 128 // W)
-        if kind == "norm backward":  # five sets of numbers: at most 32 a thread in each
+        if kind in ("norm", "norm backward"):  # up to five sets of numbers: at most 32 a thread in each
             each = 2 if M * P <= 16 else 1
             warps = max(1, W // (32 * each))
             R = 32 * warps * each // W
@@ -543,17 +545,18 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             warps = 1 if d <= 1024 else 2 if d <= 2560 else 4
             W = min(A * C, max(A, 128 * warps))
             R = max(1, 32 * warps // W)
-        elif bits == 16 and kind in ("forward", "norm") and A * C >= 64 and d <= 2048:  # 2560: spills, or fills all registers
-            inner, R, warps = 2, 16, 4 if d <= 1024 else 8
-            W = min(A * C, 64 if d <= 1024 else 128)  # 16 bytes a thread and load
+        elif kind == "norm":  # 48, and two residuals: 15 programs a multiprocessor, where tensor-core products of 16 rows leave it one
+            warps = 1 if d <= 1536 else 2 if d <= 3072 else 4
+            R = 1 << (max(1, 48 * 32 * warps // d).bit_length() - 1)
+            W = min(A * C, max(A, 128 * warps // R))
+        elif bits == 16 and kind == "forward" and A * C >= 64 and d <= 1024:  # wider: one program fills a multiprocessor's registers
+            inner, R, W = 2, 16, min(A * C, 64)  # 16 bytes a thread and load
         else:
             warps, each, numbers = 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # numbers a thread: of a tile, of all tiles
             if kind == "grads":  # three sets of them
                 warps, numbers = (2 if d <= 3072 else 4 if d <= 6144 else warps, 48) if bits == 16 else (warps, 32)
             elif bits == 16 and kind in ("forward", "pre") and d > 1024:
                 each, numbers = 8, 128  # the more stand in one thread, the fewer shuffles
-            elif kind == "norm":
-                numbers = 80
             R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
             R = 1 << (R.bit_length() - 1)
             W = min(A * C, max(A, 1 << (max(1, warps * 32 * each // R) - 1).bit_length()))

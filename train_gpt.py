@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from kernels import hadamard_path
-from model import (CHOICES, GPT, SIZES, GPTConfig, evaluating, hadamard_heads, load_checkpoint, lr_at, machine, param_groups, peak_flops)
+from model import (CHOICES, GPT, SIZES, GPTConfig, clip_, evaluating, hadamard_heads, load_checkpoint, lr_at, machine, param_groups,
+                   peak_flops)
 from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01, git_commit, load_dataset, number, one_line, report,
                           run, write_or_warn)
 
@@ -208,8 +209,11 @@ def main():
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
     if s["compile"]:
         model.compile()  # in place: the checkpoint's keys stay as they are
-    net = (torch.nn.parallel.DistributedDataParallel(model, [m.device.index] if m.device.type == "cuda" else None, broadcast_buffers=False)
-           if m.world > 1 else model)
+    net = model
+    if m.world > 1:
+        net = torch.nn.parallel.DistributedDataParallel(model, [m.device.index] if m.device.type == "cuda" else None,
+                                                        gradient_as_bucket_view=True)
+        net.broadcast_buffers = False  # they are constants; the argument of this name is deprecated from torch 2.13 on
 
     flops, (peak, peak_from) = model.flops_per_token(), peak_flops(m)
     versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
@@ -276,13 +280,14 @@ def main():
         if step == first:
             missing = [n for n, p in model.named_parameters() if p.grad is None]
             assert not missing, f"no gradient reaches {missing}"
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s["grad_clip"] or float("inf"), foreach=True)
+        norm = clip_(model, s["grad_clip"])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        # only now does the host wait for the device; a step that went wrong is saved nowhere
         figures = m.mean(torch.cat((torch.stack((loss, norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device))))
         loss, norm, stopping, pace = figures.tolist()
         if not np.isfinite(loss + norm):
             die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept()}")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
         now = time.perf_counter()
         dt, clock = now - clock, now

@@ -23,7 +23,8 @@ from shlex import quote
 import numpy as np
 import torch
 
-from model import LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, detach_state, each, evaluating, load_checkpoint, lr_at, machine, peak_flops
+from model import (LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, clip_, detach_state, each, evaluating, load_checkpoint, lr_at, machine,
+                   peak_flops)
 from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01, git_commit, load_dataset, number, one_line, report,
                           run, write_or_warn)
 
@@ -203,8 +204,11 @@ def main():
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
     if s["compile"]:
         model.compile()
-    net = (torch.nn.parallel.DistributedDataParallel(model, [m.device.index] if m.device.type == "cuda" else None, broadcast_buffers=False)
-           if m.world > 1 else model)
+    net = model
+    if m.world > 1:
+        net = torch.nn.parallel.DistributedDataParallel(model, [m.device.index] if m.device.type == "cuda" else None,
+                                                        gradient_as_bucket_view=True)
+        net.broadcast_buffers = False  # they are constants; the argument of this name is deprecated from torch 2.13 on
     per_epoch = length / (0.975 * s["bptt"])
     if s.get("max_steps") is None:
         s["max_steps"] = math.ceil(s["epochs"] * per_epoch)
@@ -275,13 +279,14 @@ def main():
         if step == first:
             missing = [n for n, p in model.named_parameters() if p.grad is None]
             assert not missing, f"no gradient reaches {missing}"
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s["grad_clip"] or math.inf, foreach=True)
+        norm = clip_(model, s["grad_clip"])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        # only now does the host wait for the device; a step that went wrong is saved nowhere
         figures = torch.cat((torch.stack((loss.detach(), norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
         loss, norm, stopping, pace = m.mean(figures).tolist()
         if not math.isfinite(loss + norm):
             die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept()}")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
         at += T
         if at >= length:  # the next epoch starts with nothing remembered
             at, epoch, state = 0, epoch + 1, None
