@@ -846,7 +846,7 @@ def speed_flags(gpu, batch, T):
     return (("sizes", dict(type=names, default="tiny,small,base,large" if gpu else "nano", help=", ".join(GPTS))),
             ("batch", dict(type=numbers, default=batch, help="one or a list")),
             ("T", dict(type=numbers, default=T, help="tokens of the prompt, one or a list")),
-            ("compile", dict(type=names, default="0,1" if gpu else "0", help="0, 1 or 0,1: without torch.compile and with it, block by block")),
+            ("compile", dict(type=names, default="0,1" if gpu else "0", help="0, 1 or 0,1: without and with torch.compile, by blocks")),
             ("runs", dict(type=number(int, 1), default=3, help="latency is their mean and standard deviation")))
 
 

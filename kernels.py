@@ -204,8 +204,8 @@ def _grads_torch(x, dy, scale, n_head, heads_only):
 
 # -----------------------------------------------------------------------------
 # Triton path. A row of d numbers is cut into NT tiles of W; a program holds R rows of all NT tiles in registers.
-#     inside a tile    H_W, by one tensor-core product with a matrix of +-1 made in registers (16-bit input, more than _FEW rows, d <= 2048)
-#                      or by butterflies (the rest, and all gradients). 16-bit times +-1 is exact and sums are fp32, so nothing is
+#     inside a tile    H_W, by one tensor-core product with a matrix of +-1 made in registers (16-bit input, more than _FEW rows, d <= 1024)
+#                      or by butterflies (the rest, the norm, all gradients). 16-bit times +-1 is exact and sums are fp32, so nothing is
 #                      rounded to 16 bits before the very end, which a second tensor-core product would need.
 #     across tiles     H_NT, plain additions of whole tiles in fp32: no shuffles, no shared memory, and no padding for orders like 12.
 # A tile gathers the elements (a, :, c) of a row seen as (A, NT, C), so A > 1 puts the factor across tiles in the middle:
