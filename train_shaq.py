@@ -243,7 +243,7 @@ def main():
 
     # loop
     stop = StopSignal()
-    clock, saved, spent, counted = time.perf_counter(), True, 0.0, 0
+    clock, saved, best_saved, spent, counted = time.perf_counter(), True, resume, 0.0, 0
     step = first
     while True:
         last = step >= s["max_steps"]
@@ -259,7 +259,7 @@ def main():
             evaluated = step
             if val < best:
                 best = val
-                saved = save(step, best_path) and saved
+                best_saved = save(step, best_path)
             if step or last:
                 saved = save(step, path)
             clock = time.perf_counter()
@@ -319,11 +319,12 @@ def main():
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
-    if m.all(saved and os.path.exists(best_path)):
+    best_there = m.all(best_saved and os.path.exists(best_path))  # and this run's, not an earlier one's
+    if best_there:
         model.load_state_dict(load_checkpoint(best_path, "SHAQ")["model"])
     if data.test is not None:
         test = evaluate(model, data.test, s["eval_tokens"], s, m, streams=8)
-        say(f"test, best checkpoint: {test / math.log(2) / data.bytes_per_token:.4f} bits per byte")
+        say(f"test, {'best checkpoint' if best_there else 'last step'}: {test / math.log(2) / data.bytes_per_token:.4f} bits per byte")
         if m.rank == 0:
             log(step=step, test_loss=test, test_bits_per_byte=test / math.log(2) / data.bytes_per_token)
     if m.rank == 0:
@@ -338,8 +339,8 @@ def main():
     m.all(True)  # a rank that leaves while another still works can abort at exit
     if m.world > 1:
         torch.distributed.destroy_process_group()
-    if not saved and m.rank == 0:
-        die(f"the last checkpoint could not be written to {path}")
+    if not (saved and best_saved) and m.rank == 0:
+        die(f"the last checkpoint could not be written to {best_path if saved else path}")
 
 
 # -----------------------------------------------------------------------------
