@@ -690,7 +690,7 @@ class SHAQConfig:
              "vocab_size, n_layer, n_embd, qrnn_window and mean_window: expected at least 1 each"),
             (self.n_head >= 1 and self.n_embd % self.n_head == 0,
              f"n_embd={self.n_embd} does not divide into n_head={self.n_head} heads"),
-            (all(1 <= i <= self.n_layer for i in self.attn_layers),
+            (all(isinstance(i, int) and 1 <= i <= self.n_layer for i in self.attn_layers),
              f"attn_layers={self.attn_layers}: expected block numbers from 1 to n_layer={self.n_layer}"),
             (self.mem_len >= 0, f"mem_len={self.mem_len}: expected 0 or more positions"),
             (self.memory != "mean" or self.mem_len > self.mean_window,

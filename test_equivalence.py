@@ -2173,7 +2173,7 @@ def test_shaq_runs_under_bf16_autocast(preset):
 @pytest.mark.parametrize("fields, words", [
     (dict(rnn="gru"), "rnn=gru"), (dict(memory="all"), "memory=all"), (dict(ff="boo"), "ff=boo"),
     (dict(n_head=3), "n_head=3"),
-    (dict(attn_layers=(5,)), "from 1 to n_layer=4"), (dict(mem_len=-1), "mem_len=-1"),
+    (dict(attn_layers=(5,)), "from 1 to n_layer=4"), (dict(attn_layers="2,4"), "from 1 to n_layer=4"), (dict(mem_len=-1), "mem_len=-1"),
     (dict(memory="mean", mem_len=8, mean_window=8), "mean_window=8"), (dict(dropout=1.0), "dropout=1.0")])
 def test_shaq_config_errors_are_one_line(fields, words):
     with pytest.raises(ValueError) as error:
