@@ -115,10 +115,9 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
 # -----------------------------------------------------------------------------
 # PyTorch path. H_d = A (x) B with A and B near sqrt(d): each row, seen as a matrix X of shape (a, b), becomes A X B, two small dense
 # products instead of log2(d) sweeps of slices. On two AVX-512 cores, 4096 rows of 1024 in fp32: 4.5 ms so, 20 ms by butterflies, 65 ms
-# dense. Rows go through in blocks of 1024, so that everything between the first read and the last write stays in cache and
-# no temporary of full size is ever paged in (a fresh 32 MiB costs more than the whole transform).
-
-_ROWS = 1024
+# dense. Rows go through in blocks (of 1 MB in fp32; each 16-bit product first packs its matrices, and wants 1024 rows), so that
+# everything between the first read and the last write stays in cache and no temporary of full size is ever paged in (a fresh 32 MiB
+# costs more than the whole transform).
 
 
 @lru_cache(64)
@@ -145,15 +144,16 @@ def _blocks(x, n_head, heads_only):
     A, B = _factors(d, n_head, heads_only, x.dtype, x.device)
     a = len(A)
     b = d // a
-    r = min(_ROWS, max(N, 1)) if x.device.type == "cpu" else max(N, 1)  # elsewhere a launch costs more than a cache miss
-    t, u = x.new_empty(r * a, b), x.new_empty(r, a, b)
-    A = A.expand(r, a, a)
+    r = max(N, 1)
+    if x.device.type == "cpu":  # elsewhere a launch costs more than a cache miss
+        r = min(r, 1024 if x.element_size() < 4 else max(128, min(1024, 2 ** 18 // d)))
+    t, u, A = x.new_empty(r, a, b), x.new_empty(r, a, b), A.expand(r, a, a)
 
     def transform(block, out=None):
         n = len(block)
-        out = u[:n] if out is None else out.view(n, a, b)
-        X = block.reshape(n * a, b) if B is None else torch.mm(block.reshape(n * a, b), B, out=t[:n * a])  # X B
-        return torch.bmm(A[:n], X.view(n, a, b), out=out).view(n, d)                                      # A (X B)
+        T, U, A_n = (t, u, A) if n == r else (t[:n], u[:n], A[:n])
+        X = block.reshape(n, a, b) if B is None else torch.mm(block.reshape(n * a, b), B, out=T.view(n * a, b)).view(n, a, b)  # X B
+        return torch.bmm(A_n, X, out=U if out is None else out.view(n, a, b)).view(n, d)                                       # A (X B)
 
     return r, transform
 
@@ -168,8 +168,7 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
     if pre is not None and alpha is None and x.dtype != torch.float16:  # a pass less; fp16 would lose small gradients to its short range
         pre, scale = pre * scale, 1.0
     alpha = None if alpha is None else alpha * scale
-    for i in range(0, len(x), r):
-        block, o = x[i:i + r], out[i:i + r]
+    for block, o in zip(x.split(r), out.split(r)):
         w = o if wide is None else wide[:len(o)]
         if pre is not None:
             block = torch.mul(block if wide is None else w.copy_(block), pre, out=scaled[:len(o)] if wide is None else w)
@@ -188,18 +187,29 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
     return out
 
 
-def _grads_torch(x, dy, scale, n_head, heads_only):
+def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
+    "-> (dalpha, dbeta); given alpha, dx as well: one walk reads and widens dy once, where two would do so twice"
     r, transform = _blocks(x, n_head, heads_only)
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = torch.promote_types(x.dtype, torch.float32 if alpha is None else torch.promote_types(alpha.dtype, torch.float32))
     dalpha, dbeta = (x.new_zeros(1, x.shape[1], dtype=dtype) for _ in range(2))
-    wide, ones = x.new_empty(r, x.shape[1], dtype=dtype), x.new_ones(1, r, dtype=dtype)
-    y = None if dtype == x.dtype else torch.empty_like(wide)
-    for i in range(0, len(x), r):
-        g = wide[:len(x) - i].copy_(dy[i:i + r])  # in fp32 too: used twice, it comes from the cache the second time
-        dbeta.addmm_(ones[:, :len(g)], g)  # on one thread up to 2.5 times faster than sum(0); in place autocast leaves it in fp32
-        u = transform(x[i:i + r])
-        dalpha.addmm_(ones[:, :len(g)], g.mul_(u if y is None else y[:len(g)].copy_(u)))
-    return dalpha[0] * scale, dbeta[0]
+    ones, w = x.new_ones(1, r, dtype=dtype), x.new_empty(r, x.shape[1], dtype=dtype)
+    wide, narrow = (None, None) if dtype == x.dtype else (torch.empty_like(w), x.new_empty(r, x.shape[1]))
+    late = x.dtype == torch.float16  # its short range would lose small gradients if they were scaled before the sums
+    dx, alpha = (None, None) if alpha is None else (torch.empty_like(x), alpha if late else alpha * scale)
+    blocks = zip(*(v.split(r) for v in (x, dy, x if dx is None else dx)))
+    for X, g, o in reversed(list(blocks)):  # what was written last may still be in cache
+        n = len(g)
+        g = g if wide is None else wide[:n].copy_(g)
+        dbeta.addmm_(ones[:, :n], g)  # on one thread up to 2.5 times faster than sum(0); in place autocast leaves it in fp32
+        if dx is not None:
+            v = torch.mul(g, alpha, out=w[:n])
+            v = transform(v if wide is None else narrow[:n].copy_(v), o)
+            if late:
+                v.mul_(scale)
+        u = transform(X)
+        dalpha.addmm_(ones[:, :n], (u if wide is None else w[:n].copy_(u)).mul_(g))
+    sums = dalpha[0] * scale, dbeta[0]
+    return sums if dx is None else (dx, *sums)
 
 
 # -----------------------------------------------------------------------------
@@ -652,6 +662,16 @@ def _hadamard_grads(x: torch.Tensor, dy: torch.Tensor, scale: float, n_head: int
     return run(x, dy, scale, n_head, heads_only)
 
 
+@torch.library.custom_op("kernels::hadamard_backward", mutates_args=())
+def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, scale: float, n_head: int,
+                       heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    (scale * ((alpha * dy) @ H), *_hadamard_grads(x, dy)) at once, in PyTorch alone: in Triton one kernel would move 6 bytes an element where
+    the two move 8, but the instructions of both, some 50 where 40 keep up.
+    """
+    return _grads_torch(x, dy, scale, n_head, heads_only, alpha)
+
+
 @_hadamard.register_fake
 def _(x, alpha, beta, pre, scale, n_head, heads_only):
     return torch.empty_like(x)
@@ -663,6 +683,12 @@ def _(x, dy, scale, n_head, heads_only):
     return x.new_empty(x.shape[1], dtype=wide), x.new_empty(x.shape[1], dtype=wide)
 
 
+@_hadamard_backward.register_fake
+def _(x, dy, alpha, scale, n_head, heads_only):
+    wide = torch.promote_types(x.dtype, torch.promote_types(alpha.dtype, torch.float32))
+    return torch.empty_like(x), x.new_empty(x.shape[1], dtype=wide), x.new_empty(x.shape[1], dtype=wide)
+
+
 def _save(ctx, inputs, output):
     x, alpha, beta, pre, *ctx.how = inputs
     ctx.save_for_backward(x, alpha, beta, pre)
@@ -672,9 +698,14 @@ def _backward(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta
     x, alpha, beta, pre = ctx.saved_tensors
     dy = dy.to(x.dtype).contiguous()
     dx = dalpha = dbeta = dpre = None
-    if ctx.needs_input_grad[0]:
+    sums = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+    if (sums and ctx.needs_input_grad[0] and alpha is not None and pre is None and not torch.is_grad_enabled() and
+            not _on_triton(x, *ctx.how[1:])):
+        dx, dalpha, dbeta = _hadamard_backward(x, dy, alpha, *ctx.how)                     # the same three in one walk
+        sums = False
+    elif ctx.needs_input_grad[0]:
         dx = _hadamard(dy, pre, None, alpha, *ctx.how)                                     # pre * scale * ((alpha * dy) H)
-    if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+    if sums:
         dalpha, dbeta = _hadamard_grads(x if pre is None else (pre * x).to(x.dtype), dy, *ctx.how)
     if ctx.needs_input_grad[3]:
         dpre = _hadamard_grads(dy if alpha is None else (alpha * dy).to(x.dtype), x, *ctx.how)[0].to(pre.dtype)

@@ -277,6 +277,28 @@ def test_hadamard_operators_pass_opcheck():
     torch.library.opcheck(kernels._hadamard, (x, alpha, beta, None, 0.2, 1, False))
     torch.library.opcheck(kernels._hadamard, (x, None, None, pre, 1.0, 12, True))
     torch.library.opcheck(kernels._hadamard_grads, (x, dy, 0.2, 2, False))
+    for dtype in (torch.float32, torch.bfloat16):  # without derivatives of its own: where those are wanted, _backward takes the first two
+        torch.library.opcheck(kernels._hadamard_backward, (x.detach().to(dtype), dy.detach().to(dtype), alpha.detach(), 0.2, 2, False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_hadamard_backward_in_one_walk_is_the_two_operators(dtype, monkeypatch):
+    "Bit for bit, over several blocks of rows and a last one that is not full; and the walk is what a backward pass takes"
+    calls, one = [], kernels._hadamard_backward
+    monkeypatch.setattr(kernels, "_hadamard_backward", lambda *args: calls.append(args) or one(*args))
+    for d, n_head, heads_only in ((48, 4, False), (1536, 1, False), (64, 8, True)):
+        how, v = (d ** -0.5, n_head, heads_only), torch.float64 if dtype == torch.float64 else torch.float32
+        x, dy, alpha, beta = torch.randn(2100, d).to(dtype), torch.randn(2100, d).to(dtype), torch.randn(d, dtype=v), torch.randn(d, dtype=v)
+        x.requires_grad_(), alpha.requires_grad_(), beta.requires_grad_()
+        y = kernels._hadamard(x, alpha, beta, None, *how)
+        exact = (kernels._hadamard(dy, None, None, alpha, *how), *kernels._hadamard_grads(x, dy, *how))
+        assert all(torch.equal(a, b.detach()) for a, b in zip(torch.autograd.grad(y, (x, alpha, beta), dy, retain_graph=True), exact))
+        assert len(calls) == 1
+        twice = torch.autograd.grad(y, (x, alpha, beta), dy, create_graph=True)
+        assert len(calls) == 1 and all(g.requires_grad for g in twice[:2])
+        y = kernels._hadamard(x.detach(), alpha, beta, None, *how)  # dx is not wanted, and not made
+        assert torch.equal(torch.autograd.grad(y, alpha, dy)[0], exact[1].detach()) and len(calls) == 1
+        calls.clear()
 
 
 def test_hadamard_norm_compiles_for_any_number_of_rows_and_any_gradient(monkeypatch):
