@@ -94,7 +94,7 @@ def start(what, doc, argv, *flags):
     parser.add_argument("--out", default=f"out/bench/{what}.jsonl", help="records are appended here")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to measure")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
-                        help="bfloat16 where there are instructions for it")
+                        help="auto: bfloat16 where that is faster")
     args = parser.parse_args(argv)
     with one_line():
         m = machine(args.device, args.dtype)

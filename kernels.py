@@ -666,8 +666,8 @@ def _hadamard_grads(x: torch.Tensor, dy: torch.Tensor, scale: float, n_head: int
 def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, scale: float, n_head: int,
                        heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    (scale * ((alpha * dy) @ H), *_hadamard_grads(x, dy)) at once, in PyTorch alone: in Triton one kernel would move 6 bytes an element where
-    the two move 8, but the instructions of both, some 50 where 40 keep up.
+    (scale * ((alpha * dy) @ H), *_hadamard_grads(x, dy)) at once, in PyTorch alone: one Triton kernel would move 6 bytes an element where
+    the two move 8, but take the instructions of both, some 50 where 40 keep up with memory.
     """
     return _grads_torch(x, dy, scale, n_head, heads_only, alpha)
 

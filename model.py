@@ -1200,15 +1200,34 @@ def machine(device="auto", dtype="auto"):
         known = torch.cpu.get_capabilities()
         has_bf16 = device.type == "cpu" and any(known.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16"))
         note += f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
-    if dtype == "auto":
-        dtype = "bfloat16" if has_bf16 else "float32"
-        note += "; bfloat16 autocast" if has_bf16 else "; float32, as there are no bfloat16 instructions"
-    else:
-        note += f"; {dtype}, as asked"
+    m = Machine(device, torch.float32 if dtype == "auto" else getattr(torch, dtype), rank, world, note)
     if world > 1:
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        note += f"; {world} processes"
-    return Machine(device, getattr(torch, dtype), rank, world, note)
+    if dtype != "auto":
+        m.note += f"; {dtype}, as asked"
+    elif not has_bf16:
+        m.note += "; float32, as there are no bfloat16 instructions"
+    else:  # on a CPU having them is not enough: where a virtual machine hides the matrix units, a product takes twice fp32's time
+        times = math.inf if device.type == "cuda" else m.mean(torch.tensor(
+            product_rate(device, torch.bfloat16, 512) / product_rate(device, torch.float32, 512))).item()
+        m.dtype = torch.bfloat16 if times > 1.2 else torch.float32  # casts are not free
+        m.note += "; bfloat16 autocast" if m.dtype == torch.bfloat16 else "; float32"
+        m.note += f", as products in bfloat16 are {times:.1f} times as fast" if device.type == "cpu" else ""
+    m.note += f"; {world} processes" if world > 1 else ""
+    return m
+
+
+def product_rate(device, dtype, n, times=1):
+    "FLOP/s of a product of two n x n matrices, times of them in a row: the best of 6, measured here and now"
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(6):
+        t0 = time.perf_counter()
+        for _ in range(times):
+            c = a @ b
+        c[0, 0].item()
+        best = min(best, (time.perf_counter() - t0) / times)
+    return 2 * n ** 3 / best
 
 
 PEAK = {  # dense bf16 FLOP/s with fp32 accumulation, from the makers' data sheets; the first whose words stand in the device's name counts
@@ -1224,15 +1243,7 @@ def peak_flops(m):
             if f" {name} " in f" {torch.cuda.get_device_name(m.device)} ".replace("-", " "):
                 return peak, f"{name} data sheet"
     n, times = (1024, 1) if m.device.type == "cpu" else (4096, 20)  # a GPU does one in less time than it takes to ask for the result
-    a, b = (torch.randn(n, n, device=m.device, dtype=m.dtype) for _ in range(2))
-    best = math.inf
-    for _ in range(6):
-        t0 = time.perf_counter()
-        for _ in range(times):
-            c = a @ b
-        c[0, 0].item()
-        best = min(best, (time.perf_counter() - t0) / times)
-    return 2 * n ** 3 / best, f"a {n}^3 product measured at the start"
+    return product_rate(m.device, m.dtype, n, times), f"a {n}^3 product measured at the start"
 
 
 def clip_(model, most):

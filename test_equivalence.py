@@ -288,7 +288,7 @@ def test_hadamard_backward_in_one_walk_is_the_two_operators(dtype, monkeypatch):
     monkeypatch.setattr(kernels, "_hadamard_backward", lambda *args: calls.append(args) or one(*args))
     for d, n_head, heads_only in ((48, 4, False), (1536, 1, False), (64, 8, True)):
         how, v = (d ** -0.5, n_head, heads_only), torch.float64 if dtype == torch.float64 else torch.float32
-        x, dy, alpha, beta = torch.randn(2100, d).to(dtype), torch.randn(2100, d).to(dtype), torch.randn(d, dtype=v), torch.randn(d, dtype=v)
+        (x, dy), (alpha, beta) = torch.randn(2, 2100, d).to(dtype), torch.randn(2, d, dtype=v)
         x.requires_grad_(), alpha.requires_grad_(), beta.requires_grad_()
         y = kernels._hadamard(x, alpha, beta, None, *how)
         exact = (kernels._hadamard(dy, None, None, alpha, *how), *kernels._hadamard_grads(x, dy, *how))
@@ -1072,7 +1072,11 @@ def test_run_learning_rate_schedule():
 def test_run_machine_says_what_it_chose(monkeypatch):
     m = machine("cpu", "float32")
     assert (m.device.type, m.dtype, m.rank, m.world) == ("cpu", torch.float32, 0, 1) and "as asked" in m.note and "threads" in m.note
-    assert machine("cpu").dtype == (torch.bfloat16 if has_bf16() else torch.float32)
+    for rate in (2.3, 0.6):  # bfloat16 only where it is there and faster
+        monkeypatch.setattr(model_py, "product_rate", lambda device, dtype, n: rate if dtype == torch.bfloat16 else 1.0)
+        auto = machine("cpu")
+        assert auto.dtype == (torch.bfloat16 if has_bf16() and rate > 1 else torch.float32)
+        assert f"in bfloat16 are {rate} times as fast" in auto.note if has_bf16() else "no bfloat16 instructions" in auto.note
     x = torch.randn(3)
     assert m.mean(x) is x
     one_of_four_fails = model_py.Machine(m.device, m.dtype, 0, 4, "")
