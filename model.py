@@ -681,7 +681,8 @@ class SHAQConfig:
     dropout: float = 0.1
 
     def __post_init__(self):
-        self.attn_layers = tuple(sorted(set(self.attn_layers)))
+        layers = self.attn_layers
+        self.attn_layers = tuple(sorted({layers} if isinstance(layers, int) else set(layers)))
         for ok, message in (
             (self.rnn in ("lstm", "qrnn"), f"rnn={self.rnn}: expected lstm or qrnn"),
             (self.memory in ("full", "mean", "none"), f"memory={self.memory}: expected full, mean or none"),
