@@ -195,7 +195,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     ones, w = x.new_ones(1, r, dtype=dtype), x.new_empty(r, x.shape[1], dtype=dtype)
     wide, narrow = (None, None) if dtype == x.dtype else (torch.empty_like(w), x.new_empty(r, x.shape[1]))
     late = x.dtype == torch.float16  # its short range would lose small gradients if they were scaled before the sums
-    dx, alpha = (None, None) if alpha is None else (torch.empty_like(x), alpha if late else alpha * scale)
+    dx, alpha = (None, None) if alpha is None else (torch.empty_like(x), alpha.to(dtype) * (1.0 if late else scale))
     blocks = zip(*(v.split(r) for v in (x, dy, x if dx is None else dx)))
     for X, g, o in reversed(list(blocks)):  # what was written last may still be in cache
         n = len(g)
