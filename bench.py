@@ -466,7 +466,8 @@ def bench_compare(argv):
         ("variant", dict(action="append", help='name=value,.. of the model or its recipe; repeat the flag. "" is the default model. '
                                                "Without any: the four output projections, or sharnn and shaq")),
         ("set", dict(help="name=value,.. for all variants (where not given, runs of seconds on a CPU, minutes on a GPU)")),
-        ("seeds", dict(type=number(int, 1), default=5, help="how many")), ("seed", dict(type=number(int, 0), default=1, help="the first")),
+        ("seeds", dict(type=number(int, 1), default=5, help="how many")),
+        ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
         ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
         ("points", dict(type=number(int, 1), default=10, help="evaluations a run")),
         ("compile", dict(type=flag01, default=on_gpu(argv), help="torch.compile (default 1 on a GPU)")))
@@ -498,13 +499,18 @@ def bench_compare(argv):
     # how many steps each takes
     trainers = [make(v, args.seed) for v in variants]
     base = trainers[0]
+    for text, t in zip(texts, trainers):
+        other = [k for k in sorted(SAME & set(t.s) - {"micro_batch"}) if t.s[k] != base.s.get(k)] + ["block_size"] * (t.T != base.T)
+        if other:  # by way of size
+            die(f"--variant {text!r} has another {', '.join(other)} than the first, so it would not read the same data: "
+                "give one to all in --set")
     if args.equal == "time":
         t = timed({i: t.step for i, t in enumerate(trainers)}, m, rounds=5, least=0.0)
         steps = [max(1, round(base.steps * np.median(t[0]) / np.median(t[i]))) for i in t]
     elif args.equal == "flops":
         steps = [max(1, round(base.steps * base.flops / t.flops)) for t in trainers]
     else:
-        steps = [t.steps for t in trainers]
+        steps = [t.steps if "max_steps" in v else base.steps for t, v in zip(trainers, variants)]
     paper, params = [paper_quality(kind, t) for t in trainers], [t.params for t in trainers]
     del trainers, base
 
@@ -1087,10 +1093,13 @@ def bench_scaling(argv):
         ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
         ("set", dict(default="", help="name=value,.. for all (on a CPU batches of 2048 tokens, T 128, where not given)")),
         ("tokens_per_param", dict(type=number(float, 0), default=20.0, help="compute-optimal: 20")),
-        ("seeds", dict(type=number(int, 1), default=1, help="how many")), ("seed", dict(type=number(int, 0), default=1, help="the first")),
+        ("seeds", dict(type=number(int, 1), default=1, help="how many")),
+        ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
         ("compile", dict(type=flag01, default=gpu, help="torch.compile")))
     common = settings("gpt", args.set or ("" if gpu else "block_size=128,batch_tokens=2048,lr=4e-3,min_lr=4e-4,eval_tokens=65536"), "--set")
     known("--variants", args.variants, OUTS)
+    if own := {"size", "n_layer", "n_embd", "attn_out", "max_steps"} & set(common):
+        die(f"scaling chooses {', '.join(sorted(own))} itself: drop it from --set, and name shapes in --sizes, projections in --variants")
     sizes = {}
     for name in args.sizes:
         if shape := re.fullmatch(r"(\d+)x(\d+)", name):
@@ -1290,9 +1299,11 @@ def records(folder, what, run_at):
     with open(path, encoding="utf-8") as f:
         for i, line in enumerate(f, 1):
             try:
-                rows.append(json.loads(line))
-            except ValueError:
-                print(f"note: {path}, line {i} is cut short; left out", file=sys.stderr)
+                row = json.loads(line)
+                row["run"]
+                rows.append(row)
+            except (ValueError, LookupError, TypeError):
+                print(f"note: {path}, line {i} is cut short, or no record; left out", file=sys.stderr)
     run_at = run_at or (rows[-1]["run"] if rows else None)
     return [r for r in rows if r["run"] == run_at]
 
@@ -1351,7 +1362,7 @@ def read_logs(paths):
                     curve.append((minutes, r["step"], r["bits_per_byte"]))
             curve[0]  # IndexError, a LookupError
             rows.append(dict(name=c.get("preset") or first["config"]["attn_out"], hardware=first["machine"], run="", curve=curve))
-        except (OSError, ValueError, LookupError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py, or holds no evaluation yet")
     return rows
 
@@ -1370,6 +1381,10 @@ def plot_logs(plt, rows):
 
 def plot_compare(plt, rows):
     "Validation loss of each variant, mean over seeds with its standard error, against three measures of cost; SHAQ's ablations once more"
+    base = {r["seed"]: r["val_loss"] for r in rows if r["index"] == 0}
+    rows = sorted((r for r in rows if r["seed"] in base), key=lambda r: r["seed"])  # the rest is of a seed that was interrupted
+    if not rows:
+        die("these records hold no run of the baseline yet: let compare finish a seed")
     variants = {r["index"]: r["variant"] or "default" for r in rows}
     fig, axes = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
     for i, name in sorted(variants.items()):
@@ -1382,7 +1397,7 @@ def plot_compare(plt, rows):
             if error is not None:
                 ax.fill_between(x, mean[:, 3] - error, mean[:, 3] + error, color=COLORS[i % 8], alpha=0.2, lw=0)
         if i:
-            d, e = paired(*([r["val_loss"] for r in sorted(rows, key=lambda r: r["seed"]) if r["index"] == k] for k in (i, 0)))
+            d, e = paired([r["val_loss"] for r in mine], [base[r["seed"]] for r in mine])
             axes[3].errorbar(d, len(variants) - i, xerr=e, color=COLORS[i % 8], marker=MARKS[i % 8], capsize=4)
     for ax, label in zip(axes, ("steps", "FLOPs", "seconds at the median pace")):
         ax.set(xlabel=label, ylabel="validation loss, nats per token")

@@ -199,7 +199,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     blocks = zip(*(v.split(r) for v in (x, dy, x if dx is None else dx)))
     for X, g, o in reversed(list(blocks)):  # what was written last may still be in cache
         n = len(g)
-        g = g if wide is None else wide[:n].copy_(g)
+        g = g.to(dtype) if wide is None else wide[:n].copy_(g)  # a residual's gradient may be of any dtype
         dbeta.addmm_(ones[:, :n], g)  # on one thread up to 2.5 times faster than sum(0); in place autocast leaves it in fp32
         if dx is not None:
             v = torch.mul(g, alpha, out=w[:n])
@@ -582,13 +582,13 @@ def _columns(plan):  # programs along a row: one, but for a mix over heads, wher
     return plan["C"] // plan["CW"]
 
 
-def _rows(*tensors):
+def _row_major(*tensors):
     "As the kernels read them: row-major. A gradient need not be, nor a vector, which may be a slice or an expanded number."
     return [t if t is None else t.contiguous() for t in tensors]
 
 
 def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
-    (N, d), (x, alpha, beta, pre) = x.shape, _rows(x, alpha, beta, pre)
+    (N, d), (x, alpha, beta, pre) = x.shape, _row_major(x, alpha, beta, pre)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N <= _FEW else "forward" if pre is None else "pre")
     out = torch.empty_like(x)
     if N:
@@ -598,7 +598,7 @@ def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
 
 
 def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
-    (N, d), (x, residual, alpha, beta, weight, shift) = x.shape, _rows(x, residual, alpha, beta, weight, shift)
+    (N, d), (x, residual, alpha, beta, weight, shift) = x.shape, _row_major(x, residual, alpha, beta, weight, shift)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "norm few" if N <= _FEW else "norm")
     out, normed, stats = torch.empty_like(residual), torch.empty_like(x), torch.empty(2, N, dtype=torch.float32, device=x.device)
     if N:
@@ -609,7 +609,7 @@ def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_hea
 
 
 def _norm_backward_triton(out, stats, dout, dnormed, alpha, weight, shift, dtype, scale, rms, n_head, heads_only):
-    (N, d), (out, dout, dnormed, alpha, weight) = out.shape, _rows(out, dout, dnormed, alpha, weight)
+    (N, d), (out, dout, dnormed, alpha, weight) = out.shape, _row_major(out, dout, dnormed, alpha, weight)
     plan, warps = _plan(d, n_head, heads_only, dtype.itemsize * 8, "norm backward")
     dresidual, dx, programs = torch.empty_like(out), torch.empty_like(out, dtype=dtype), _programs(N, plan, warps)
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=out.device)
@@ -625,7 +625,7 @@ def _programs(N, plan, warps):
 
 
 def _grads_triton(x, dy, scale, n_head, heads_only):
-    (N, d), (x, dy) = x.shape, _rows(x, dy)
+    (N, d), (x, dy) = x.shape, _row_major(x, dy)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "grads")
     programs = _programs(N, plan, warps)
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=x.device)

@@ -1206,14 +1206,14 @@ def machine(device="auto", dtype="auto"):
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if dtype != "auto":
         m.note += f"; {dtype}, as asked"
-    elif not has_bf16:
-        m.note += "; float32, as there are no bfloat16 instructions"
     else:  # on a CPU having them is not enough: where a virtual machine hides the matrix units, a product takes twice fp32's time
-        times = math.inf if device.type == "cuda" else m.mean(torch.tensor(
-            product_rate(device, torch.bfloat16, 512) / product_rate(device, torch.float32, 512))).item()
-        m.dtype = torch.bfloat16 if times > 1.2 else torch.float32  # casts are not free
+        times = math.inf if device.type == "cuda" else 1.0
+        if has_bf16 and device.type == "cpu":
+            times = product_rate(device, torch.bfloat16, 512) / product_rate(device, torch.float32, 512)
+        m.dtype = torch.bfloat16 if m.all(has_bf16 and times > 1.2) else torch.float32  # casts are not free; all processes choose alike
         m.note += "; bfloat16 autocast" if m.dtype == torch.bfloat16 else "; float32"
-        m.note += f", as products in bfloat16 are {times:.1f} times as fast" if device.type == "cpu" else ""
+        m.note += (", as there are no bfloat16 instructions" if not has_bf16 else
+                   f", as products in bfloat16 are {times:.1f} times as fast" if device.type == "cpu" else "")
     m.note += f"; {world} processes" if world > 1 else ""
     return m
 

@@ -42,6 +42,7 @@ import urllib.parse
 import urllib.request
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from shlex import quote
 
 import numpy as np
 
@@ -50,10 +51,15 @@ import numpy as np
 
 def die(message, status=1):
     """Print one line on stderr and exit: for whatever a user can cause and can put right."""
-    if progress.open:  # do not write behind a half-finished progress line
-        print(file=sys.stderr)
-    print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
+    # not behind a half-finished progress line
+    warn("\n" * progress.open + f"error: {' '.join(str(message).split())}")
     raise SystemExit(status)
+
+
+def warn(text):
+    """print on stderr, if anybody still reads that: of `train_gpt.py 2>&1 | tee log` Ctrl-C also ends tee."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -91,7 +97,7 @@ def report(text):
         print(text, flush=True)
     except OSError as e:
         sys.stdout = open(os.devnull, "w")
-        print(f"warning: stdout: {e.strerror}; going on without it", file=sys.stderr)
+        warn(f"warning: stdout: {e.strerror}; going on without it")
 
 
 def nearest(word, words):
@@ -172,8 +178,8 @@ def write_or_warn(path, write):
         write_atomic(path, write)
         return True
     except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
-        print(f"warning: could not write {path} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]}); "
-              f"{'the one before it stays' if os.path.exists(path) else 'free some space'}", file=sys.stderr)
+        warn(f"warning: could not write {path} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]}); "
+             f"{'the one before it stays' if os.path.exists(path) else 'free some space'}")
         return False
 
 
@@ -213,7 +219,8 @@ class Log:
     """OUT/log.jsonl: one JSON object a line, the first says what ran. A full disk costs the record, not the run."""
 
     def __init__(self, path, first, resume_step=None):
-        """resume_step: keep an earlier log up to the records of that step, the rest was never checkpointed."""
+        """resume_step: keep this run's earlier log up to the records of that step, the rest was never checkpointed. The log can be of
+        another run, that ended before its first checkpoint took the place of the one to be resumed."""
         self.file, self.path, keep = open(path, "a+b", buffering=0), path, 0
         claim(self.file)
         folder = os.path.dirname(path) or "."
@@ -224,11 +231,18 @@ class Log:
         with contextlib.suppress(ValueError):  # a line that a crash cut short is the last
             for line in self.file.read().splitlines(True) if resume_step is not None else ():
                 record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
+                if keep == 0 and self.run_of(record) != self.run_of(json.loads(json.dumps(first))):
+                    warn(f"note: {path} was of another run; this one's begins at step {resume_step}")
+                    break
                 if record.get("step", -1) >= resume_step + ("val_loss" in record) or not line.endswith(b"\n"):
                     break
                 keep += len(line)
         self.file.truncate(keep)
         self(**first)
+
+    @staticmethod
+    def run_of(header):
+        return header.get("config"), header.get("settings", {}).get("seed")
 
     def __call__(self, **record):
         line, end = json.dumps(record).encode() + b"\n", self.file.seek(0, os.SEEK_END)
@@ -239,7 +253,7 @@ class Log:
             with contextlib.suppress(OSError):
                 self.file.truncate(end)  # whole records only
             if self.path:
-                print(f"warning: {self.path}: {e.strerror}; training goes on, this record is lost", file=sys.stderr)
+                warn(f"warning: {self.path}: {e.strerror}; training goes on, this record is lost")
             self.path = None  # said once
 
 
@@ -402,7 +416,7 @@ class Dataset:
 
 def load_dataset(name, data_dir="data"):
     """Open DATA_DIR/NAME -> Dataset; pysource is prepared first if need be, for others the command to type is said."""
-    folder, place = os.path.join(data_dir, name), "" if data_dir == "data" else f" --data_dir={data_dir}"
+    folder, place = os.path.join(data_dir, name), "" if data_dir == "data" else f" --data_dir={quote(data_dir)}"
     hint = f"python prepare_data.py {name if name in DATASETS else f'--input FILE... --name {name}'}{place}"
     path = os.path.join(folder, "meta.json")
     if name == "pysource" and not os.path.isfile(path):
@@ -662,7 +676,7 @@ def main(argv=None):
         if dataset == "warandpeace":  # today's edition has DOS line ends, which open(...).read() would turn into \n
             raw = raw.replace(b"\r\n", b"\n")
         prepare(folder, name, tokenizer, raw, url, sha256, source.percent, by_characters=dataset == "warandpeace")
-    place = "" if args.data_dir == "data" else f" --data_dir={args.data_dir}"
+    place = "" if args.data_dir == "data" else f" --data_dir={quote(args.data_dir)}"
     print(f"next: python train_gpt.py --dataset={name}{place}")
 
 

@@ -157,17 +157,16 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
 
 def main():
     typed = parse()
+    ckpt, path = None, os.path.join(typed.get("out_dir", "out/gpt"), "ckpt.pt")
     with one_line():
-        m = machine(typed.get("device", "auto"), typed.get("dtype", RECIPES.get(typed.get("size"), {}).get("dtype", "auto")))
+        if typed.pop("resume", False):
+            ckpt = load_checkpoint(path, "GPT")
+        # resumed: the same arithmetic as before, even if this machine would choose another
+        dtype = ckpt["settings"]["dtype"] if ckpt else RECIPES.get(typed.get("size"), {}).get("dtype", "auto")
+        m = machine(typed.get("device", "auto"), typed.get("dtype", dtype))
     say = report if m.rank == 0 else lambda text: None
 
     # set-up: settings, data
-    ckpt, path = None, os.path.join(typed.get("out_dir", "out/gpt"), "ckpt.pt")
-    if typed.pop("resume", False):
-        with one_line():
-            ckpt = load_checkpoint(path, "GPT")
-        if "dtype" not in typed:  # the same arithmetic as before, even if this machine would choose another
-            m.dtype = getattr(torch, ckpt["settings"]["dtype"])
     s, c = settle(typed, ckpt["config"] | ckpt["settings"] if ckpt else {}, m)
     s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type

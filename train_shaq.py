@@ -38,7 +38,7 @@ LAPTOP = dict(n_embd=256, batch=16, bptt=128, lr=4e-3, warmup_steps=50, max_step
 
 def blocks(text):
     "argparse type: 4,2 -> (2, 4)"
-    return tuple(sorted(map(int, text.split(","))))
+    return tuple(sorted(set(map(int, text.split(",")))))
 
 
 def parse(argv=None, prog="train_shaq.py"):
@@ -146,30 +146,38 @@ def evaluate(model, tokens, eval_tokens, s, m, streams=16):
     return (m.mean(loss * len(mine) / length) * m.world / streams if streams >= m.world else loss / length).item()
 
 
+def best_of(path):
+    "The validation loss of the best checkpoint at path, None without one. It can be of another run, that ended before its first ckpt.pt."
+    try:
+        return load_checkpoint(path, "SHAQ")["best"]
+    except ValueError:
+        return None
+
+
 # -----------------------------------------------------------------------------
 
 
 def main():
     typed = parse()
-    with one_line():
-        m = machine(typed.get("device", "auto"), typed.get("dtype", "auto"))
-    say = report if m.rank == 0 else lambda text: None
-
-    # set-up: settings, data
     ckpt, path = None, os.path.join(typed.get("out_dir", "out/shaq"), "ckpt.pt")
     best_path = os.path.join(os.path.dirname(path), "best.pt")
     stage2 = typed.pop("stage2", None)
     resume = typed.pop("resume", False)
     if resume and stage2 is not None:
         die("--stage2 starts a new run and --resume continues one: type one of the two")
-    if resume or stage2 is not None:
-        with one_line():
+    with one_line():
+        if resume or stage2 is not None:
             ckpt = load_checkpoint(path if resume else stage2, "SHAQ")
-    if ckpt and "dtype" not in typed:  # the same arithmetic as before, even if this machine would choose another
-        m.dtype = getattr(torch, ckpt["settings"]["dtype"])
+        # the same arithmetic as before, even if this machine would choose another
+        m = machine(typed.get("device", "auto"), typed.get("dtype", ckpt["settings"]["dtype"] if ckpt else "auto"))
+    say = report if m.rank == 0 else lambda text: None
+
+    # set-up: settings, data
     stored = ckpt["settings"] | ckpt["config"] if ckpt else {}
     if stage2:
-        stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None)
+        if typed.get("preset", stored["preset"]) != stored["preset"]:
+            die(f"{stage2} is of --preset={stored['preset']}, and stage 2 goes on with its model: drop --preset={typed['preset']}")
+        stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
         stored = {k: v for k, v in stored.items() if k not in typed and k not in ("out_dir", "min_lr")}
     s, c = settle(typed, stored, m)
     s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
@@ -243,7 +251,8 @@ def main():
 
     # loop
     stop = StopSignal()
-    clock, saved, best_saved, spent, counted = time.perf_counter(), True, resume, 0.0, 0
+    clock, saved, spent, counted = time.perf_counter(), True, 0.0, 0
+    best_saved = True if resume and best_of(best_path) == best else None  # None: no best.pt is this run's, yet
     step = first
     while True:
         last = step >= s["max_steps"]
@@ -319,7 +328,7 @@ def main():
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
-    best_there = m.all(best_saved and os.path.exists(best_path))  # and this run's, not an earlier one's
+    best_there = m.all(bool(best_saved) and os.path.exists(best_path))  # and this run's, not an earlier one's
     if best_there:
         model.load_state_dict(load_checkpoint(best_path, "SHAQ")["model"])
     if data.test is not None:
@@ -334,12 +343,13 @@ def main():
             say("sample:" + data.decode([i for i in out if i < data.vocab_size]))
         except SystemExit:  # the tokenizer, not there, has said why
             pass
-        say(f"{best_path}: the model at its best validation loss (python model.py --ckpt={quote(best_path)} --prompt=...); "
-            f"{path}: at its last step; {os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
+        show = best_path if best_there else path
+        say(f"{show}: the model{' at its best validation loss' * best_there} (python model.py --ckpt={quote(show)} --prompt=...); "
+            + f"{path}: at its last step; " * best_there + f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
     m.all(True)  # a rank that leaves while another still works can abort at exit
     if m.world > 1:
         torch.distributed.destroy_process_group()
-    if not (saved and best_saved) and m.rank == 0:
+    if (not saved or best_saved is False) and m.rank == 0:
         die(f"the last checkpoint could not be written to {best_path if saved else path}")
 
 
