@@ -117,6 +117,8 @@ def seeded():
 # -----------------------------------------------------------------------------
 # Hadamard: the matrix and the operators
 
+VECTORS = [torch.linspace(0.5, 1.5, 64).roll(7 * i) for i in range(4)]
+
 
 def test_hadamard_matrix_is_symmetric_and_orthogonal_for_every_order():
     orders = [n for n in range(1, 4097) if kernels._split_order(n)]
@@ -198,6 +200,20 @@ def test_hadamard_norm_is_as_exact_as_the_wider_of_its_inputs():
         x, residual, vectors = torch.randn(9, 64), torch.randn(9, 64).to(low), [torch.randn(64) for _ in range(4)]
         y, normed = hadamard_affine_norm(x, *vectors[:2], residual, *vectors[2:])
         assert y.dtype == low and error(normed, F.layer_norm(y.double(), (64,), *(v.double() for v in vectors[2:]))) < 1e-6
+
+
+def test_hadamard_norm_has_gradients_beside_a_residual_of_any_dtype():
+    kinds = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    for kind, other in itertools.product(kinds, kinds):
+        x, residual, dy = torch.randn(9, 64).to(kind), torch.randn(9, 64).to(other), torch.randn(9, 64)
+        exact = None
+        for cast in (lambda t: t.double(), lambda t: t):
+            leaf = [cast(t.detach()).requires_grad_() for t in (x, residual, *VECTORS)]
+            y, normed = hadamard_affine_norm(leaf[0], *leaf[2:4], leaf[1], *leaf[4:])
+            grads = torch.autograd.grad((y, normed), leaf, [dy.to(t.dtype) for t in (y, normed)])
+            if exact is not None:
+                assert all(g.dtype == t.dtype and error(g, e) < 0.03 for g, t, e in zip(grads, leaf, exact)), (kind, other)
+            exact = grads
 
 
 def test_hadamard_gradients_of_vectors_stay_in_fp32_inside_autocast():
@@ -1079,6 +1095,12 @@ def test_run_machine_says_what_it_chose(monkeypatch):
         auto = machine("cpu")
         assert auto.dtype == (torch.bfloat16 if has_bf16() and rate > 1 else torch.float32)
         assert f"in bfloat16 are {rate} times as fast" in auto.note if has_bf16() else "no bfloat16 instructions" in auto.note
+    for known in ({}, dict(avx512_bf16=True)):  # processes on unlike processors: each takes part in the choice, and one without decides
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+        monkeypatch.setattr(model_py.Machine, "all", lambda self, done: asked.append(done))
+        asked = []
+        assert machine("cpu").dtype == torch.float32 and asked == [False]  # rate is 0.6 by now
+    monkeypatch.undo()
     x = torch.randn(3)
     assert m.mean(x) is x
     one_of_four_fails = model_py.Machine(m.device, m.dtype, 0, 4, "")
@@ -2355,7 +2377,7 @@ def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_s
     assert list(losses(records(tmp_path / "out/shaq"))[0]) == list(range(7)) and not (tmp_path / "cut").exists()
 
 
-def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
+def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, capsys):
     pd.prepare(str(tmp_path / "data/three"), "three", "byte", np.random.default_rng(0).integers(97, 123, 9000).astype(np.uint8).tobytes(),
                "", percent=(90, 95))
     out = f"--out_dir={tmp_path / 'o'}"
@@ -2366,9 +2388,15 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
     data = pd.load_dataset("three", str(tmp_path / "data"))
     wanted = train_shaq.evaluate(model_of(best), data.test, 400, dict(bptt=20), machine("cpu", "float32"), streams=8)
     assert [r["test_loss"] for r in log if "test_loss" in r] == [pytest.approx(wanted)]
-    os.remove(tmp_path / "o/best.pt")
+    capsys.readouterr()
+    shutil.copytree(tmp_path / "o", tmp_path / "p")
+    torch.save(best | dict(best=best["best"] + 1), tmp_path / "o/best.pt")  # of a run that was killed before its first ckpt.pt
     train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", "--eval_tokens=300", out)
-    assert not (tmp_path / "o/best.pt").exists()  # the best so far is known from the checkpoint
+    said = capsys.readouterr().out
+    assert "test, last step:" in said and "best validation loss" not in said and "o/ckpt.pt: the model (python" in said
+    os.remove(tmp_path / "p/best.pt")
+    train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", "--eval_tokens=300", f"--out_dir={tmp_path / 'p'}")
+    assert not (tmp_path / "p/best.pt").exists()  # the best so far is known from the checkpoint
 
 
 def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
@@ -2452,8 +2480,11 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(text_data, preset, opti
         out, (first, *log) = capsys.readouterr().out, records(text_data / "second")
         length = (len(pd.load_dataset("mine", str(text_data / "data")).train) - 1) // 2
         assert f"lr {4e-3 / 2:g} constant" in out and first["settings"]["epochs"] == 5
+        assert (first["settings"]["max_minutes"], first["settings"]["paced"]) == (0.0, False)  # not the first stage's
         assert first["settings"]["max_steps"] == math.ceil(5 * length / (0.975 * 20)) and [r["step"] for r in log] == [0, 0]
         fails(capsys, lambda: train_shaq_here("--stage2=whole/best.pt", "--n_layer=3", "--out_dir=x"), "another model")
+        other = "sharnn" if records(text_data / "whole")[0]["settings"]["preset"] == "shaq" else "shaq"
+        fails(capsys, lambda: train_shaq_here("--stage2=whole/best.pt", f"--preset={other}", "--out_dir=x"), f"drop --preset={other}")
 
 
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
@@ -2900,6 +2931,25 @@ def test_data_a_run_outlives_its_terminal(capsys, monkeypatch):
     pd.report("lost")
     pd.report("lost, and nothing said")
     assert capsys.readouterr().err == "warning: stdout: Broken pipe; going on without it\n"
+    monkeypatch.setattr(sys, "stdout", Gone())
+    monkeypatch.setattr(sys, "stderr", Gone())  # 2>&1 | tee, which Ctrl-C ends too
+    pd.report("lost")
+    assert not pd.write_or_warn("/dev/null/x", lambda f: None)
+    with pytest.raises(SystemExit):
+        pd.die("lost")
+
+
+def test_data_a_log_of_another_run_is_not_gone_on_with(tmp_path, capsys):
+    "A run that ended before its first checkpoint leaves its log beside the checkpoint of the run before"
+    path, mine = str(tmp_path / "log.jsonl"), dict(config=dict(n_embd=8, attn_layers=(3,)), settings=dict(seed=1))
+    for first in (mine, mine | dict(settings=dict(seed=2)), mine | dict(config=dict(n_embd=9))):
+        log = pd.Log(path, first)
+        log(step=0)
+        log.file.close()
+        capsys.readouterr()
+        pd.Log(path, mine, resume_step=1).file.close()
+        n = 3 if first is mine else 1  # header, step 0, header of the resumed part
+        assert len(records(tmp_path)) == n and ("of another run" in capsys.readouterr().err) == (n == 1)
 
 
 def test_data_one_run_at_a_time_writes_to_a_folder(tmp_path):
@@ -3131,6 +3181,15 @@ def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data):
         assert a["steps"] == (12 if model == "gpt" else 6) and b["steps"] == 1.5 * a["steps"] and math.isfinite(b["val_loss"])
 
 
+def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, capsys):
+    small = "n_layer=1,n_embd=8,n_head=2"
+    flags = common(bench_data, f"size=tiny,block_size=32,batch_tokens=512,eval_tokens=512,{small}")  # tiny: 20 tokens a parameter
+    a, b = bench_run(tmp_path, "compare", flags, "--variant=attn_out=dense", "--variant=attn_out=identity", "--seeds=1", "--points=1")
+    assert a["params"] != b["params"] and a["steps"] == b["steps"] > 100
+    argv = ["compare", common(bench_data, small), "--variant=size=nano", "--variant=size=gpt2_book", "--device=cpu"]
+    fails(capsys, lambda: bench.main(argv), "another batch_tokens")
+
+
 def test_bench_shared_weights_start_equal():
     c = dict(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=64)
     dva, plain = GPT(GPTConfig(**c, attn="dva")), GPT(GPTConfig(**c))
@@ -3243,6 +3302,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["compare", "--model=shaq", "--variant=", "--variant=bptt=9"], "--set"), (["compare", "--variant=lr=1"], "two --variant"),
         (["compare", "--equal=flops", "--variant=", "--variant=max_steps=9"], "--set"),
         (["compare", "--variant=seed=1"], "seed is not for"), (["compare", "--set=max_steps=0"], "max_steps=0"),
+        (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"),
         (["prefill", "--sizes=tny"], "did you mean tiny?"), (["kernels", "--widths=71"], "nearest that work"),
         (["kernels", "--pool=3"], "expected BxTxH"), (["kernels", "--heads=1x8x16"], "a multiple of 12"),
         (["code", "--widths=100"], "'100' is none of 256, 768"), (["plot", f"--records={tmp_path}"], "error: "),
@@ -3255,7 +3315,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["compare", "--set=n_layer=2.9"], "'2.9'"), (["compare", "--set=lr=-1"], "0 or more"),
         (["compare", "--set=schedule=kosine"], "cosine"), (["compare", "--model=shaq", "--set=optimizer=sgd"], "lamb"),
         (["train", "--rounds=x"], "--rounds"), (["kernels", "--rows=0"], "--rows"), (["prefill", "--runs=0"], "--runs"),
-        (["compare", "--seed=-1"], "--seed")):
+        (["compare", "--seed=-1"], "--seed"), (["scaling", "--seed=99999999999999999999"], "--seed")):
         fails(capsys, lambda: bench.main(argv), words, status=2)
     assert bench.settings("shaq", "attn_layers=2,4, n_embd=32", "") == dict(attn_layers=(2, 4), n_embd=32)
     monkeypatch.setattr(bench, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 2, ""))
@@ -3377,9 +3437,12 @@ def test_bench_reads_training_logs(tmp_path):
     assert bench.read_logs([tmp_path / "log.jsonl"]) == [dict(name="shaq", hardware="a CPU", run="", curve=[(0.0, 0, 7.2), (1.0, 2, 5.8)])]
     (tmp_path / "x.jsonl").write_text('{"run": "a"}\n{"run": "b"}\n{"ru')
     assert bench.records(tmp_path, "x", None) == [dict(run="b")] and bench.records(tmp_path, "x", "a") == [dict(run="a")]
-    (tmp_path / "log.jsonl").write_text("no JSON\n")
-    with pytest.raises(SystemExit):
-        bench.read_logs([tmp_path / "log.jsonl"])
+    (tmp_path / "x.jsonl").write_text('3\n{"a": 1}\n{"run": "b"}\n')
+    assert bench.records(tmp_path, "x", None) == [dict(run="b")]
+    for text in ("no JSON\n", "[1]\n", json.dumps(lines[0]) + "\n3\n"):
+        (tmp_path / "log.jsonl").write_text(text)
+        with pytest.raises(SystemExit):
+            bench.read_logs([tmp_path / "log.jsonl"])
 
 
 def test_bench_plot_draws_what_the_records_say():
@@ -3395,6 +3458,11 @@ def test_bench_plot_draws_what_the_records_say():
     assert (band.min(), band.max()) == pytest.approx((6 - 2 / 3 ** 0.5, 6 + 2 / 3 ** 0.5))  # and its standard error
     (d, _), = fig.axes[3].lines[0].get_xydata()
     assert d == -3.0
+    (_, fig), = bench.plot_compare(plt, [r for r in rows if (r["index"], r["seed"]) not in ((0, 3), (1, 2))])  # interrupted in seed 3
+    (d, _), = fig.axes[3].lines[0].get_xydata()
+    assert d == -1.0  # of seed 1 alone
+    with pytest.raises(SystemExit):
+        list(bench.plot_compare(plt, [r for r in rows if r["index"]]))
     (_, fig), = bench.plot_scaling(plt, [dict(variant="dense", compute=c, val_loss=v, dataset="x") for c, v in ((1, 4), (1, 6), (9, 2))])
     assert fig.axes[0].lines[0].get_ydata().tolist() == [5, 2]
     (_, fig), = bench.plot_heatmap(plt, [dict(size="nano", compiled=False, batch=b, T=t, variant=o, gain=b / t)
