@@ -1207,12 +1207,15 @@ def machine(device="auto", dtype="auto"):
     if dtype != "auto":
         m.note += f"; {dtype}, as asked"
     else:  # on a CPU having them is not enough: where a virtual machine hides the matrix units, a product takes twice fp32's time
-        times = math.inf if device.type == "cuda" else 1.0
-        if has_bf16 and device.type == "cpu":
-            times = product_rate(device, torch.bfloat16, 512) / product_rate(device, torch.float32, 512)
-        m.dtype = torch.bfloat16 if m.all(has_bf16 and times > 1.2) else torch.float32  # casts are not free; all processes choose alike
+        times = math.inf
+        if has_bf16 and device.type == "cpu":  # in turns, as other work may come between
+            low, high = zip(*([product_rate(device, kind, 512) for kind in (torch.bfloat16, torch.float32)] for _ in range(3)))
+            times = max(low) / max(high)
+        faster = has_bf16 and times > 1.2  # casts are not free
+        m.dtype = torch.bfloat16 if m.all(faster) else torch.float32  # all processes choose alike
         m.note += "; bfloat16 autocast" if m.dtype == torch.bfloat16 else "; float32"
         m.note += (", as there are no bfloat16 instructions" if not has_bf16 else
+                   ", as another process is no faster in bfloat16" if faster and m.dtype == torch.float32 else
                    f", as products in bfloat16 are {times:.1f} times as fast" if device.type == "cpu" else "")
     m.note += f"; {world} processes" if world > 1 else ""
     return m
