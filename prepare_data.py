@@ -231,7 +231,7 @@ class Log:
         with contextlib.suppress(ValueError):  # a line that a crash cut short is the last
             for line in self.file.read().splitlines(True) if resume_step is not None else ():
                 record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
-                if keep == 0 and self.run_of(record) != self.run_of(json.loads(json.dumps(first))):
+                if keep == 0 and not self.same_run(record, json.loads(json.dumps(first))):
                     warn(f"note: {path} was of another run; this one's begins at step {resume_step}")
                     break
                 if record.get("step", -1) >= resume_step + ("val_loss" in record) or not line.endswith(b"\n"):
@@ -241,8 +241,9 @@ class Log:
         self(**first)
 
     @staticmethod
-    def run_of(header):
-        return header.get("config"), header.get("settings", {}).get("seed")
+    def same_run(*headers):
+        one, two = (h.get("config", {}) | {"": h.get("settings", {}).get("seed")} for h in headers)
+        return all(one[k] == two[k] for k in one.keys() & two.keys())  # a later version may know more settings
 
     def __call__(self, **record):
         line, end = json.dumps(record).encode() + b"\n", self.file.seek(0, os.SEEK_END)
