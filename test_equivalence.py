@@ -206,13 +206,13 @@ def test_hadamard_norm_has_gradients_beside_a_residual_of_any_dtype():
     kinds = torch.float64, torch.float32, torch.bfloat16, torch.float16
     for kind, other in itertools.product(kinds, kinds):
         x, residual, dy = torch.randn(9, 64).to(kind), torch.randn(9, 64).to(other), torch.randn(9, 64)
-        exact = None
+        exact, most = None, 0.02 if min(kind.itemsize, other.itemsize) == 2 else 1e-5
         for cast in (lambda t: t.double(), lambda t: t):
             leaf = [cast(t.detach()).requires_grad_() for t in (x, residual, *VECTORS)]
             y, normed = hadamard_affine_norm(leaf[0], *leaf[2:4], leaf[1], *leaf[4:])
             grads = torch.autograd.grad((y, normed), leaf, [dy.to(t.dtype) for t in (y, normed)])
             if exact is not None:
-                assert all(g.dtype == t.dtype and error(g, e) < 0.03 for g, t, e in zip(grads, leaf, exact)), (kind, other)
+                assert all(g.dtype == t.dtype and error(g, e) < most for g, t, e in zip(grads, leaf, exact)), (kind, other)
             exact = grads
 
 
