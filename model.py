@@ -1173,6 +1173,13 @@ class Machine:
         "Whether done is true on every process. Each waits here for the slowest."
         return self.mean(torch.tensor(float(done), device=self.device)).item() > 1 - 0.5 / self.world
 
+    def leave(self):
+        """Every process's last act: to go while another works can abort that one. The barrier moves no tensor of Python's, which a thread
+        of gloo's, if it still held one while Python ends, could not give back: that aborts too."""
+        if self.world > 1:
+            torch.distributed.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+            torch.distributed.destroy_process_group()
+
 
 def machine(device="auto", dtype="auto"):
     "Choose device (auto | cpu | cuda | mps) and dtype (auto | float32 | bfloat16), join torchrun's processes. ValueError: not to be had."

@@ -303,6 +303,7 @@ def main():
             if save(step + 1):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
                     + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={quote(s['out_dir'])}"))
+            m.leave()
             raise SystemExit(130)
         step += 1
         if step >= 25 and pace and not s["paced"]:  # once in a run; pace is the mean over processes: all decide alike
@@ -324,9 +325,7 @@ def main():
             pass
         say(f"{path}: the model (python model.py --ckpt={quote(path)} --prompt=...); "
             f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
-    m.all(True)  # a rank that leaves while another still works can abort at exit
-    if m.world > 1:
-        torch.distributed.destroy_process_group()
+    m.leave()
     if not saved and m.rank == 0:
         die(f"the last checkpoint could not be written to {path}")
 

@@ -316,6 +316,7 @@ def main():
             if save(step + 1, path):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
                     + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={quote(s['out_dir'])}"))
+            m.leave()
             raise SystemExit(130)
         step += 1
         if step >= 25 and pace and not s["paced"]:  # once in a run; pace is the mean over processes: all decide alike
@@ -346,9 +347,7 @@ def main():
         show = best_path if best_there else path
         say(f"{show}: the model{' at its best validation loss' * best_there} (python model.py --ckpt={quote(show)} --prompt=...); "
             + f"{path}: at its last step; " * best_there + f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
-    m.all(True)  # a rank that leaves while another still works can abort at exit
-    if m.world > 1:
-        torch.distributed.destroy_process_group()
+    m.leave()
     if (not saved or best_saved is False) and m.rank == 0:
         die(f"the last checkpoint could not be written to {best_path if saved else path}")
 
