@@ -44,8 +44,8 @@ import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
 from model import (GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, clip_, detach_state,
                    load_checkpoint, lr_at, machine, model_of, peak_flops)
-from prepare_data import (Parser, die, encode, decode as decode_text, flag01, git_commit, load_dataset, nearest, number, one_line,
-                          progress, run)
+from prepare_data import (VOCAB_SIZE, Parser, die, encode, decode as decode_text, flag01, git_commit, load_dataset, nearest, number,
+                          one_line, progress, run)
 
 # -----------------------------------------------------------------------------
 # What the papers say
@@ -124,7 +124,8 @@ def hardware(m):
             with open("/proc/cpuinfo") as f:
                 name = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), name)
         name = f"{name}, threads: {torch.get_num_threads()}" if m.device.type == "cpu" else f"{name} (mps)"
-    return f"{name}, {str(m.dtype).removeprefix('torch.')}, torch {torch.__version__}"
+    tf32 = " (products in TF32)" if m.device.type == "cuda" and m.dtype == torch.float32 else ""
+    return f"{name}, {str(m.dtype).removeprefix('torch.')}{tf32}, torch {torch.__version__}"
 
 
 def numbers(text):
@@ -181,16 +182,18 @@ def timed(work, m, rounds=7, least=0.02):
     for name in work:
         sample(name, max(2, getattr(work[name], "turn", 0)))
         calls[name] = max(1, math.ceil(least / sample(name, 1)))
+    turn = list(work)
     for _ in range(rounds):
-        for name in work:
+        for name in turn:
             samples[name].append(sample(name, calls[name]))
+        turn = turn[1:] + turn[:1]  # what ran before it favours none
     return {name: np.array(s) for name, s in samples.items()}
 
 
-def spread(t, unit=1e3):
+def spread(t):
     "median ± half the distance between the quartiles, in ms"
-    low, mid, high = np.percentile(t, [25, 50, 75]) * unit
-    return f"{mid:.3g} ± {(high - low) / 2:.1g}"
+    low, mid, high = np.percentile(t, [25, 50, 75]) * 1e3
+    return f"{mid:,.0f} ± {(high - low) / 2:,.0f}" if mid >= 1000 else f"{mid:.3g} ± {(high - low) / 2:.1g}"
 
 
 def signed(value, form="{:+.2f}"):
@@ -341,18 +344,20 @@ class Trainer:
             if extra or self.B < 1:
                 die(f"batch_tokens={s['batch_tokens']} is no multiple of block_size={self.T}")
             self.micro = max(i for i in range(1, min(s["micro_batch"], self.B) + 1) if self.B % i == 0)
-            self.windows = train_gpt.Windows(data.train, self.T, self.B, seed)
+            self.windows = train_gpt.Windows(data.train, self.T, self.B, seed, m.device)
+            self.step_tokens = self.B * self.T
         else:
             self.T, self.B = s["bptt"], s["batch"]
             self.length, self.at, self.state = (len(data.train) - 1) // self.B, 0, None
             if self.length < self.T:
                 die(f"bptt={self.T}: expected at most the {self.length:,} tokens of one of {self.B} streams")
+            window = train_shaq.average_length(seed, self.T)
+            self.step_tokens = self.B * window
             if s.get("max_steps") is None:
-                s["max_steps"] = math.ceil(s["epochs"] * self.length / (0.975 * self.T))
+                s["max_steps"] = math.ceil(s["epochs"] * self.length / window)
         self.flops = self.model.flops_per_token(self.T)
         if compiled:
             self.model.compile()
-        self.step_tokens = self.B * self.T
         self.set_steps(s["max_steps"])
 
     def set_steps(self, n):
@@ -370,10 +375,8 @@ class Trainer:
         if self.kind == "gpt":
             for a in range(0, self.B, self.micro):
                 x, y = self.windows(i, slice(a, a + self.micro))
-                if m.device.type == "cuda":
-                    x, y = x.pin_memory(), y.pin_memory()
                 with m.autocast():
-                    part = self.model(x.to(m.device, non_blocking=True), y.to(m.device, non_blocking=True)) * (self.micro / self.B)
+                    part = self.model(x, y) * (self.micro / self.B)
                 part.backward()
                 loss += part.detach()
         else:
@@ -388,7 +391,7 @@ class Trainer:
                 self.at, self.state = 0, None
         clip_(self.model, s["grad_clip"])
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return loss.item()
 
     def validate(self):
@@ -416,7 +419,7 @@ class Trainer:
         if progress.open:  # a terminal: the next line takes the place of this one
             print(end="\r" + 79 * " " + "\r", file=sys.stderr)
             progress.open = False
-        return curve, self.step_tokens / statistics.median(times)
+        return curve, self.B * self.T / statistics.median(times)  # of shaq's windows the median is a whole one, but for 5 tokens or so
 
 
 @torch.no_grad()
@@ -453,7 +456,8 @@ def paper_quality(kind, t):
     if kind == "shaq":
         return f"{ABLATIONS[t.s['preset']][2]} bpc"
     size, out = t.s["size"], t.model.config.attn_out
-    return f"ppl {PERPLEXITY[size][1 + OUTS.index(out)]}" if size in PERPLEXITY and out in OUTS[:2] else None
+    ours = size in PERPLEXITY and out in OUTS[:2] and t.model.config.attn == "mha"
+    return f"ppl {PERPLEXITY[size][1 + OUTS.index(out)]}" if ours else None
 
 
 def bench_compare(argv):
@@ -505,6 +509,9 @@ def bench_compare(argv):
             die(f"--variant {text!r} has another {', '.join(other)} than the first, so it would not read the same data: "
                 "give one to all in --set")
     if args.equal == "time":
+        for t in trainers if kind == "shaq" else ():
+            for i in range(math.ceil(t.model.config.mem_len / t.T)):  # a full memory, as most steps of a run see
+                t.step(i)
         t = timed({i: t.step for i, t in enumerate(trainers)}, m, rounds=5, least=0.0)
         steps = [max(1, round(base.steps * np.median(t[0]) / np.median(t[i]))) for i in t]
     elif args.equal == "flops":
@@ -842,10 +849,22 @@ def inference_model(size, out, m, length, compiled):
     return model.eval()
 
 
+def deviation(t):
+    "Standard deviation of a sample, 0 of one number"
+    return np.std(t, ddof=1) if len(t) > 1 else 0.0
+
+
 def gains(t):
-    "{variant: seconds} -> {variant: (gain in throughput over dense, share of the gain that identity attains)}"
-    best = t["dense"] - t["identity"]
-    return {k: (t["dense"] / v - 1, (t["dense"] - v) / best if best > 0 and k not in ("dense", "identity") else None) for k, v in t.items()}
+    """{variant: seconds in each round (rounds,)} -> {variant: (gain in throughput over dense, the standard error of that over rounds, share
+    of the gain that identity attains)}"""
+    mean = {k: v.mean() for k, v in t.items()}
+    best = mean["dense"] - mean["identity"]
+    return {k: (mean["dense"] / mean[k] - 1, deviation(t["dense"] / v) / len(v) ** 0.5,
+                (mean["dense"] - mean[k]) / best if best > 0 and k not in ("dense", "identity") else None) for k, v in t.items()}
+
+
+def gain_cells(variant, gain, error, share):
+    return None if variant == "dense" else f"{gain:+.1%} ± {error:.1%}", share and f"{share:.2f}"
 
 
 def speed_flags(gpu, batch, T):
@@ -874,31 +893,30 @@ def bench_prefill(argv):
     for size, B, T, compiled in cases(args):
         if compiled:
             fresh_compiler()
-        work, peak, models = {}, {}, {}
+        work, peak, models, idx = {}, {}, {}, torch.randint(GPTConfig.vocab_size, (B, T), device=m.device)
         for out in OUTS:
             p = Peak(m)
             models[out] = model = inference_model(size, out, m, T, compiled)
-            idx = ring(lambda: torch.randint(GPTConfig.vocab_size, (B, T), device=m.device))
-            work[out] = lambda i, model=model, idx=idx: model(idx[i % len(idx)])
+            work[out] = lambda i, model=model: model(idx)
             work[out](0)
             p.forget()  # making the model and compiling it took more than running it does
             work[out](1)
             peak[out] = p.mib()
         t = timed(work, m, args.runs, least=0.0)
-        gain = gains({k: v.mean() for k, v in t.items()})
+        gain = gains(t)
         for i, (out, v) in enumerate(t.items()):
             ms, rate, mb = PREFILL[size][i] if size in PREFILL and (B, T) == (1024, 64) and i < 2 else (None, None, None)
             paper_gain = rate / PREFILL[size][0][1] - 1 if rate and i == 1 else None
             rows.append((size, f"{B} x {T}", "compiled" if compiled else "eager", out, ms,
-                         f"{v.mean() * 1e3:.3f} ± {v.std(ddof=1) * 1e3 if len(v) > 1 else 0:.3f}",
+                         f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}",
                          signed(ms and v.mean() * 1e3 - ms, "{:+.2f} ms"), f"{B * T / v.mean():,.0f}", rate,
-                         paper_gain and f"{paper_gain:+.1%}", f"{gain[out][0]:+.1%}", gain[out][1] and f"{gain[out][1]:.2f}", mb,
+                         paper_gain and f"{paper_gain:+.1%}", *gain_cells(out, *gain[out]), mb,
                          peak[out] and f"{peak[out]:,.0f}"))
             record(args, size=size, batch=B, T=T, compiled=compiled, variant=out, seconds=v.tolist(), tokens_per_s=B * T / v.mean(),
-                   gain=gain[out][0], share=gain[out][1], peak_mib=peak[out])
+                   gain=gain[out][0], gain_error=gain[out][1], share=gain[out][2], peak_mib=peak[out])
         del work, models, model
     table(args, "Prefill", ["size", "batch x T", "", "variant", "paper, ms", "measured, ms", "difference", "tokens/s", "paper, tokens/s",
-                            "paper's gain", "gain", "share of identity's gain", "paper, MB", "peak MiB"], rows)
+                            "paper's gain", "gain ± standard error", "share of identity's gain", "paper, MB", "peak MiB"], rows)
 
 
 @torch.no_grad()
@@ -942,7 +960,7 @@ def bench_decode(argv):
         kv = sum(t.nbytes for c in cache for t in c) * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
         for mode, work in (("eager", eager), ("graph", graph)):
             t = {k: v / n for k, v in timed(work, m, args.runs, least=0.0).items()}
-            gain = gains({k: v.mean() for k, v in t.items()}) if t else {}
+            gain = gains(t) if t else {}
             for i, (out, v) in enumerate(t.items()):
                 floor = (sum(q.nbytes for q in models[out].parameters()) + kv) / copy
                 ours = B / v.mean()
@@ -951,16 +969,16 @@ def bench_decode(argv):
                 paper = papers[i] if papers and i < 2 else None
                 rows.append((size, f"{B} x {T} + {n}", f"{'compiled, ' if compiled else ''}{mode}", out, paper and f"{paper:,}",
                              f"{ours:,.0f}", paper and f"{ours / paper:.2f} times", f"{t_first[out].mean() * 1e3:.3f}",
-                             f"{v.mean() * 1e3:.3f} ± {v.std(ddof=1) * 1e3 if len(v) > 1 else 0:.3f}", f"{floor * 1e3:.3f}",
+                             f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}", f"{floor * 1e3:.3f}",
                              f"{floor / v.mean():.2f}", f"{paper / papers[0] - 1:+.1%}" if paper and i == 1 else None,
-                             f"{gain[out][0]:+.1%}", gain[out][1] and f"{gain[out][1]:.2f}", peak[out] and f"{peak[out]:,.0f}"))
+                             *gain_cells(out, *gain[out]), peak[out] and f"{peak[out]:,.0f}"))
                 record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(),
-                       tokens_per_s=ours, seconds_first=t_first[out].tolist(), floor=floor, gain=gain[out][0], share=gain[out][1],
-                       peak_mib=peak[out])
+                       tokens_per_s=ours, seconds_first=t_first[out].tolist(), floor=floor, gain=gain[out][0],
+                       gain_error=gain[out][1], share=gain[out][2], peak_mib=peak[out])
         del first, eager, graph, models, model, cache, prompt, steps, work
     table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
         "size", "batch x prompt + new", "", "variant", "paper, tokens/s", "tokens/s", "difference", "first token, ms", "then ms a token",
-        "floor, ms", "share of floor", "paper's gain", "gain", "share of identity's gain", "peak MiB"], rows)
+        "floor, ms", "share of floor", "paper's gain", "gain ± standard error", "share of identity's gain", "peak MiB"], rows)
     generate_rows(args, m, copy)
 
 
@@ -1040,9 +1058,10 @@ def bench_train(argv):
             t.step(1)
             memory[name] = t.peak.mib()
             if kind == "shaq":  # full memory from here on: what a long run sees
-                for i in range(min(8, math.ceil(t.model.config.mem_len / t.T)) if args.gpu else 0):
+                for i in range(math.ceil(t.model.config.mem_len / t.T)):
                     t.step(2 + i)
-        tokens = {n: t.step_tokens if kind == "gpt" else  # windows differ in length, but step i of all variants is the same window
+        # shaq's windows differ in length, but step i of all variants is the same window; timed() warms up with 0 to 2
+        tokens = {n: t.step_tokens if kind == "gpt" else
                   sum(train_shaq.window_length(1, i, t.T) for i in range(3, 3 + args.rounds)) / args.rounds * t.B
                   for n, t in trainers.items()}
         seconds = timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0)
@@ -1083,8 +1102,8 @@ def slope(x, y):
 
 def bench_scaling(argv):
     """Each size trained on 20 tokens per parameter; loss against compute (6 N D, as the paper counts), and the exponent of loss ~ C^s. Its
-    error: from the residuals of the fit, and by resampling seeds (runs of one seed share data and initial values, so differences are
-    paired)."""
+    error: from the residuals of the fit, and over seeds, each with its own fit (runs of one seed share data and initial values, so
+    differences are paired)."""
     gpu = on_gpu(argv)
     args, m = start(
         "scaling", bench_scaling.__doc__, argv,
@@ -1140,19 +1159,18 @@ def bench_scaling(argv):
     table(args, f"Compute-optimal runs, {args.tokens_per_param:g} tokens per parameter, {data.name}, {args.seeds} seeds",
           ["size", "variant", "FLOPs", "paper's perplexity", "perplexity", "difference", "loss, nats per token",
            f"against {args.variants[0]}"], rows)
-    rows, draws = [], np.random.default_rng(0).choice(list(seeds), (1000, args.seeds))
-    fits = {}
+    rows, slopes = [], {out: [slope([compute[out, z] for z in sizes], [loss[out, z, k] for z in sizes])[0] for k in seeds]
+                        for out in args.variants}
     for out in args.variants:
         C = [compute[out, size] for size in sizes]
         s, error, _ = slope(C, [np.mean([loss[out, z, k] for k in seeds]) for z in sizes])
-        fits[out] = np.array([slope(C, [np.mean([loss[out, z, k] for k in draw]) for z in sizes])[0] for draw in draws])
-        boot = fits[out].std() if args.seeds > 1 else None
-        against = fits[out] - fits[args.variants[0]]
+        over_seeds = paired(slopes[out], [0.0] * args.seeds)[1]
+        diff, diff_error = paired(slopes[out], slopes[args.variants[0]])
         paper = slope(*zip(*((c, math.log(p[OUTS.index(out)])) for c, *p in PERPLEXITY.values())))[0] if out in OUTS[:2] else None
         rows.append((out, paper and f"{paper:.4f}", f"{s:.4f}", signed(paper and s - paper, "{:+.4f}"),
-                     error and f"{error:.4f}", boot and f"{boot:.4f}",
-                     None if out == args.variants[0] or boot is None else f"{against.mean():+.4f} ± {against.std():.4f}"))
-        record(args, variant=out, exponent=s, error=error, bootstrap=boot, sizes=list(sizes))
+                     error and f"{error:.4f}", over_seeds and f"{over_seeds:.4f}",
+                     None if out == args.variants[0] else f"{diff:+.4f}" + ("" if diff_error is None else f" ± {diff_error:.4f}")))
+        record(args, variant=out, exponent=s, error=error, over_seeds=over_seeds, sizes=list(sizes))
     table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities, on other data", [
         "variant", "paper", "measured", "difference", "standard error of the fit", "over seeds",
         f"against {args.variants[0]}, over seeds"], rows)
@@ -1171,7 +1189,7 @@ class Scorer:
     def __init__(self, model, tokenizer, m, batch=16):
         super().__init__()
         self.gpt, self.tokenizer, self.m, self.batch = model.to(m.device).eval(), tokenizer, m, batch
-        self.prefix, self.length = 50256 if tokenizer == "gpt2" else 10, model.config.block_size
+        self.prefix, self.length = 50256 if tokenizer == "gpt2" else 10, model.config.block_size  # <|endoftext|> or "\n"
 
     def pair(self, context, continuation):
         """Strings -> tokens of both. They are encoded together; spaces that end the context go to the continuation, where GPT-2's tokens
@@ -1228,7 +1246,7 @@ class Scorer:
             context, how = r.args
             ids = torch.tensor([encode(self.tokenizer, context) or [self.prefix]], device=self.m.device)
             new = self.gpt.generate(ids, int(how.get("max_gen_toks", 256)), temperature=0)[0, ids.size(1):].tolist()
-            text = decode_text(self.tokenizer, [t for t in new if t < (50257 if self.tokenizer == "gpt2" else 256)])
+            text = decode_text(self.tokenizer, [t for t in new if t < VOCAB_SIZE[self.tokenizer]])
             until = how.get("until") or []
             for stop in [until] if isinstance(until, str) else until:
                 text = text.split(stop)[0] if stop else text
@@ -1268,17 +1286,18 @@ def bench_eval(argv):
     except (OSError, ConnectionError) as e:
         die(f"lm_eval could not load its data ({str(e).splitlines()[0]}): "
             "download it once where there is a network, or give --include_path")
-    size, i, rows = ckpt.get("settings", {}).get("size"), int(ckpt["config"]["attn_out"] != "dense"), []
+    c, size, rows = ckpt["config"], ckpt.get("settings", {}).get("size"), []
+    papers = ZERO_SHOT.get(size, {}) if c["attn"] == "mha" and c["attn_out"] in OUTS[:2] else {}
     for task in args.tasks:
         for key, value in sorted((found.get("groups", {}).get(task) or found["results"][task]).items()):
             metric = key.removesuffix(",none")
             if not isinstance(value, float) or "stderr" in metric:
                 continue
-            paper = ZERO_SHOT.get(size, {}).get(task, (None, None))[i] if metric.startswith("acc") else None
+            paper = papers[task][OUTS.index(c["attn_out"])] if task in papers and metric.startswith("acc") else None
             n = found.get("n-samples", {}).get(task, {}).get("effective")
             rows.append((task, metric, n, paper, f"{100 * value:.1f}" if metric.startswith("acc") else f"{value:.4f}",
                          signed(paper and 100 * value - paper, "{:+.1f}")))
-            record(args, ckpt=args.ckpt, size=size, variant=ckpt["config"]["attn_out"], task=task, metric=metric, value=value, n=n)
+            record(args, ckpt=args.ckpt, size=size, variant=c["attn_out"], task=task, metric=metric, value=value, n=n)
     table(args, f"Zero-shot, {args.ckpt}; the paper's percentages are of its own training runs",
           ["task", "metric", "questions", "paper, %", "measured", "difference"], rows)
 
@@ -1472,7 +1491,7 @@ def plot_heatmap(plt, rows):
             for i, out in enumerate(OUTS):
                 r = sorted((r for r in mine if r["variant"] == out), key=lambda r: r[key])
                 x = [v[key] for v in r]
-                axes[0].errorbar(x, [np.mean(v["seconds"]) * 1e3 for v in r], [np.std(v["seconds"]) * 1e3 for v in r],
+                axes[0].errorbar(x, [np.mean(v["seconds"]) * 1e3 for v in r], [deviation(v["seconds"]) * 1e3 for v in r],
                                  color=COLORS[i], marker=MARKS[i], label=out)
                 axes[1].plot(x, [v["tokens_per_s"] for v in r], color=COLORS[i], marker=MARKS[i])
                 if size in PREFILL and i < 2 and any((v["batch"], v["T"]) == (1024, 64) for v in r):

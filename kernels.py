@@ -5,13 +5,13 @@ Operators of the three papers, each with its derivative, each with a fast path f
     hadamard_transform(x, scale)              scale * (x @ H), exact for every order n that hadamard_matrix knows
     hadamard_affine(x, alpha, beta)           alpha * (x @ H / sqrt(d)) + beta in one pass over memory  [1, eq. 1]
     hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum, still in one pass
-    fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [2, eq. 4], on gates or on their logits
+    fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [QRNN, eq. 4], on gates or on their logits
 
 To copy an operator into another repository take all above the fo-pooling, or the top, to _reverse_mode_only, and all from there on: each
 half needs torch, uses Triton where that is installed, and nothing else.
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2
-[2] Bradbury et al., Quasi-Recurrent Neural Networks, arXiv:1611.01576
+[QRNN] Bradbury et al., Quasi-Recurrent Neural Networks, arXiv:1611.01576
 """
 import math
 from functools import lru_cache
@@ -105,7 +105,7 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
     orders that work.
     """
     _check_order(n)
-    m, c = _split_order(n)
+    m, _ = _split_order(n)
     H = _paley(m) if m > 1 else torch.ones(1, 1, dtype=torch.int8, device="cpu")
     while len(H) < n:
         H = torch.kron(H, H.new_tensor([[1, 1], [1, -1]]))
@@ -885,7 +885,7 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
 
 
 # -----------------------------------------------------------------------------
-# fo-pooling: the recurrence of the QRNN [2, eq. 4]
+# fo-pooling: the recurrence of the QRNN [QRNN, eq. 4]
 #
 #     c_t = f_t c_(t-1) + (1 - f_t) z_t          h_t = o_t c_t
 #

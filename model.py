@@ -229,12 +229,14 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     (1, S) in the dtype of q, 0 where the query may look and -inf elsewhere.
     """
     T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
-    # None of PyTorch's flash kernels takes heads above 256. At [2]'s 768 and 1,536 the products take three times as long as moving S to
-    # memory and back; a kernel that keeps S on the chip lacks registers for such sums and forms S anew for every few hundred columns, 1.7
-    # times the operations. Calculated for an H200, not measured (bench.py kernels does); FlashAttention's author advises the same
-    # (Dao-AILab/flash-attention, issues 801 and 805). Up to T = w_v, S is no larger than v: whole, in plain operations, which torch.compile
-    # makes 3 launches forward and 5 backward of (seen in its code), where blocks take 11 and 19, or at [2]'s shape longer than all else.
-    if T > 1 and (q.device.type == "cpu" or T < S or (wide or r is not None) and T > v.size(-1)):
+    # One of three ways:
+    # 1. Blocks of query rows: on a CPU, over a memory, and where no flash kernel serves (heads above 256, the outer form) and S is larger
+    #    than v. A kernel of our own would lack registers for sums 768 or 1,536 wide [2] and form S anew for every few hundred columns, 1.7
+    #    times the operations, when moving S to memory and back takes a third of the time of the products. Calculated for an H200, not
+    #    measured (bench.py kernels does); FlashAttention's author advises the same (Dao-AILab/flash-attention, issues 801 and 805).
+    # 2. PyTorch's fused operator, for heads up to 256.
+    # 3. S whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where blocks take 11 and 19.
+    if T > 1 and (q.device.type == "cpu" or T < S or ((wide or r is not None) and T > v.size(-1))):
         flat = [None if t is None else t.flatten(0, 1) for t in (q, k, r, v, u)]
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
         return blocked_attention(*flat, seed, dropout).unflatten(0, q.shape[:2])
@@ -276,12 +278,15 @@ class Attention(nn.Module):
         elif self.attn == "mha" and self.attn_out != "none":
             self.alpha = nn.Parameter(torch.empty(d))
             self.beta = nn.Parameter(torch.empty(d))
-            self.heads = hadamard_heads(config) if self.attn_out == "hadamard" else config.n_head
-            self.one_pass = "hadamard" in self.attn_out and hadamard_norm_is_fused(d, self.heads, self.attn_out == "head_hadamard")
+            self.order = hadamard_heads(config) if self.attn_out == "hadamard" else config.n_head  # h of H_d = H_h (x) H_(d / h)
+            self.one_pass = "hadamard" in self.attn_out and hadamard_norm_is_fused(d, self.order, self.attn_out == "head_hadamard")
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, table=None, cache=None, at=None, mask=None, residual=None, norm=None):
-        "x (B, T, d) -> (B, T, d); with residual and norm: residual + that, and its norm, in one pass. at: x's places in cache"
+        """
+        x (B, T, d) -> (B, T, d); with residual and norm: residual + that, and its norm, in one pass. table: rope's cos and sin. cache: k
+        (B, h, length, d_h) and v, as wide, or for dva twice. at: x's places in it, a slice, or with mask (1, length) an int64 tensor (1,).
+        """
         B, T, d = x.shape
         qkv = self.c_attn(x).view(B, T, -1, d // self.n_head)                            # (B, T, 3h or 5h, d_h)
         qk, rest = qkv.split((2 * self.n_head, qkv.size(2) - 2 * self.n_head), 2)
@@ -306,15 +311,15 @@ class Attention(nn.Module):
         y = y.transpose(1, 2).reshape(B, T, d)                                           # Concat(heads)
         if norm is not None:
             return hadamard_affine_norm(y, self.alpha, self.beta, residual, norm.weight, getattr(norm, "bias", None), norm.eps,
-                                        isinstance(norm, nn.RMSNorm), self.heads, self.attn_out == "head_hadamard")
+                                        isinstance(norm, nn.RMSNorm), self.order, self.attn_out == "head_hadamard")
         if self.attn != "mha" or self.attn_out == "none":
             pass                                                                         # [2] has no output projection
         elif self.attn_out == "dense":
             y = self.c_proj(y)                                                           # Y W_O
         elif self.attn_out == "hadamard":
-            y = hadamard_affine(y, self.alpha, self.beta, self.heads)                    # alpha * (Y H) + beta, [1, eq. 1]
+            y = hadamard_affine(y, self.alpha, self.beta, self.order)                    # alpha * (Y H) + beta, [1, eq. 1]
         elif self.attn_out == "head_hadamard":
-            y = hadamard_affine(y, self.alpha, self.beta, self.heads, heads_only=True)   # alpha * (Y (H_h (x) I)) + beta
+            y = hadamard_affine(y, self.alpha, self.beta, self.order, heads_only=True)   # alpha * (Y (H_h (x) I)) + beta
         else:
             y = torch.addcmul(self.beta.to(y.dtype), y, self.alpha.to(y.dtype))          # alpha * Y + beta: the control without a mix
         return self.resid_dropout(y)
@@ -330,6 +335,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
+        "(B, T, d) -> (B, T, d)"
         x = self.c_fc(x)
         if self.kind == "swiglu":
             gate, up = x.chunk(2, -1)
@@ -348,6 +354,7 @@ class Block(nn.Module):
         self.mlp = MLP(config) if config.mlp != "none" else None
 
     def forward(self, x, table=None, cache=None, at=None, mask=None):
+        "x (B, T, d) -> (B, T, d); the rest as in Attention.forward"
         if self.mlp is None:
             return x + self.attn(self.ln_1(x), table, cache, at, mask)
         if x.is_cuda and getattr(self.attn, "one_pass", False) and not (self.training and self.attn.dropout):
@@ -410,6 +417,8 @@ class HeadLoss(torch.autograd.Function):
 
 
 class GPT(nn.Module):
+    "Decoder-only transformer. Raises ValueError, in one line, on a configuration that makes no model."
+
     def __init__(self, config):
         super().__init__()
         c = self.config = config
@@ -586,6 +595,8 @@ def sample(logits, temperature, top_k, u):
     One token for each row of logits (B, V), by u (B, 1) in [0, 1): (B, 1). In fp64, so that the draw does not hang on the last bits of a
     sum; on the CPU for Apple's GPUs, which have none.
     """
+    if temperature < 0 or (top_k or 0) < 0:
+        raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 0")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits, device = logits.to(u.device).double() / temperature, logits.device
@@ -992,8 +1003,6 @@ class SHAQ(nn.Module):
         temperature=0 takes the most likely token; top_k=None or 0 draws from all; generator as for GPT. On a GPU the
         model, its state and the draw are one CUDA graph for each byte; not with memory=mean, whose mean is of ever more rows.
         """
-        if temperature < 0 or (top_k or 0) < 0:
-            raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 0")
         generator = generator or torch.Generator().manual_seed(1337)
         uniform = draws(max_new_tokens if temperature else 0, idx, generator)
         token, new, u, out, one = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), uniform.new_empty(len(idx), 1), [idx], None
@@ -1173,6 +1182,15 @@ class Machine:
         "Whether done is true on every process. Each waits here for the slowest."
         return self.mean(torch.tensor(float(done), device=self.device)).item() > 1 - 0.5 / self.world
 
+    def parallel(self, model):
+        "model, with its gradients averaged over all processes"
+        if self.world == 1:
+            return model
+        net = nn.parallel.DistributedDataParallel(model, [self.device.index] if self.device.type == "cuda" else None,
+                                                  gradient_as_bucket_view=True)
+        net.broadcast_buffers = False  # they are constants; the argument of this name is deprecated from torch 2.13 on
+        return net
+
     def leave(self):
         """Every process's last act: to go while another works can abort that one. The barrier moves no tensor of Python's, which a thread
         of gloo's, if it still held one while Python ends, could not give back: that aborts too."""
@@ -1212,7 +1230,7 @@ def machine(device="auto", dtype="auto"):
     if world > 1:
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if dtype != "auto":
-        m.note += f"; {dtype}, as asked"
+        m.note += f"; {dtype}, as asked" + (", its products in TF32" if device.type == "cuda" and dtype == "float32" and has_bf16 else "")
     else:  # on a CPU having them is not enough: where a virtual machine hides the matrix units, a product takes twice fp32's time
         times = math.inf
         if has_bf16 and device.type == "cpu":  # in turns, as other work may come between
@@ -1266,9 +1284,9 @@ def clip_(model, most):
 
 
 def lr_at(step, lr, min_lr, warmup_steps, max_steps, schedule="cosine"):
-    "Linear warm-up, then a cosine down to min_lr at max_steps, or constant"
+    "Linear warm-up, then a cosine down to min_lr at the last step, max_steps - 1, or constant"
     if step < warmup_steps:
-        return lr * min(1.0, (step + 1) / warmup_steps)
+        return lr * (step + 1) / warmup_steps
     if schedule == "constant":
         return lr
     t = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)
@@ -1278,10 +1296,8 @@ def lr_at(step, lr, min_lr, warmup_steps, max_steps, schedule="cosine"):
 def param_groups(model, weight_decay, decay="matrices"):
     "Every parameter in exactly one group: matrices decay, vectors (biases, norms, alpha, beta) do not; decay='all': they do too"
     params = list(model.parameters())
-    groups = [dict(params=[p for p in params if p.dim() >= 2 or decay == "all"], weight_decay=weight_decay),
-              dict(params=[p for p in params if p.dim() < 2 and decay != "all"], weight_decay=0.0)]
-    assert sum(len(g["params"]) for g in groups) == len(params)
-    return groups
+    return [dict(params=[p for p in params if p.dim() >= 2 or decay == "all"], weight_decay=weight_decay),
+            dict(params=[p for p in params if p.dim() < 2 and decay != "all"], weight_decay=0.0)]
 
 
 def load_checkpoint(path, kind=None):

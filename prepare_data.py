@@ -339,11 +339,11 @@ def tokenize(raw, tokenizer, what, size=1 << 20):
     """bytes -> uint16 array of tokens; gpt2 takes pieces of about size characters on all cores."""
     if tokenizer == "byte":
         return np.frombuffer(raw, np.uint8).astype(np.uint16)
-    encode, chunks = gpt2().encode_ordinary, list(safe_chunks(raw.decode(), size))
+    bpe, chunks = gpt2().encode_ordinary, list(safe_chunks(raw.decode(), size))
     done, total, t0, tokens = 0, sum(map(len, chunks)), time.perf_counter(), []
     pool = ThreadPoolExecutor()  # threads will do: tiktoken works outside Python's lock
     try:
-        for chunk, ids in zip(chunks, pool.map(lambda text: np.array(encode(text), np.uint16), chunks)):
+        for chunk, ids in zip(chunks, pool.map(lambda text: np.array(bpe(text), np.uint16), chunks)):
             tokens.append(ids)
             done += len(chunk)
             progress(done, total, t0, f"tokenising {what}", unit="Mchar")
@@ -559,9 +559,9 @@ def fetch(name, folder, url):
         with contextlib.suppress(Exception), zipfile.ZipFile(used) as z:  # damaged or foreign: fails the check below
             raw = z.read(name)
     algorithm, expected = source.digest
-    digest = hashlib.new(algorithm, raw).hexdigest()
-    if (len(raw), digest) != (source.size, expected):
-        problem = f"{len(raw):,} bytes, {algorithm} {digest}; expected {source.size:,} bytes, {expected}"
+    found = hashlib.new(algorithm, raw).hexdigest()
+    if (len(raw), found) != (source.size, expected):
+        problem = f"{len(raw):,} bytes, {algorithm} {found}; expected {source.size:,} bytes, {expected}"
         if not (source.revised and re.search(source.revised, raw)):
             os.remove(used)
             die(f"{url} is not {name} ({problem}); removed {used}: download it again or name another file")

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from kernels import hadamard_path
-from model import (CHOICES, GPT, SIZES, GPTConfig, clip_, evaluating, hadamard_heads, load_checkpoint, lr_at, machine, param_groups,
-                   peak_flops)
+from model import (CHOICES, GPT, SIZES, GPTConfig, clip_, evaluating, load_checkpoint, lr_at, machine, param_groups, peak_flops)
 from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01, git_commit, load_dataset, number, one_line, report,
                           run, write_or_warn)
 
@@ -47,7 +46,7 @@ RECIPES["gpt2_book"] = RECIPES["dva_book"]
 def parse(argv=None, prog="train_gpt.py"):
     parser = Parser(prog=prog, description=__doc__, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
-    add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (nano on a CPU, tiny on a GPU)")
+    add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (default tiny on CUDA, else nano)")
     for name, choices in CHOICES.items():
         add(f"--{name}", choices=choices, help={"attn_out": "what stands in the place of attention's output projection"}.get(
             name, f"(default {getattr(GPTConfig, name)})"))
@@ -75,7 +74,7 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, data order and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
-    add("--compile", type=flag01, help="torch.compile the model (default 1 on a GPU)")
+    add("--compile", type=flag01, help="torch.compile the model (default 1 on CUDA)")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args(argv))
 
@@ -86,7 +85,7 @@ FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "d
 
 def settle(typed, stored, m):
     "What was typed over what the checkpoint holds (its settings and its whole configuration) over the defaults -> settings, model settings"
-    s = dict(size="nano" if m.device.type == "cpu" else "tiny", dataset="pysource", data_dir="data", out_dir="out/gpt", weight_decay=0.1,
+    s = dict(size="tiny" if m.device.type == "cuda" else "nano", dataset="pysource", data_dir="data", out_dir="out/gpt", weight_decay=0.1,
              max_minutes=0.0, paced=False, grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20,
              eval_windows="spread", seed=1337, compile=m.device.type == "cuda")
     for name, value in typed.items():
@@ -115,8 +114,10 @@ def build(s, c, data, m):
 
 
 class Windows:
-    def __init__(self, tokens, block_size, batch, seed):
-        self.tokens, self.block_size, self.batch, self.seed = tokens, block_size, batch, seed
+    "A step's batch, or a part of it: windows(step, part)"
+
+    def __init__(self, tokens, block_size, batch, seed, device=torch.device("cpu")):
+        self.tokens, self.block_size, self.batch, self.seed, self.device = tokens, block_size, batch, seed, device
         self.count = (len(tokens) - 1) // block_size  # each also needs the token behind its last one
         if self.count < batch:
             die(f"the training data has {len(tokens):,} tokens, a step takes {batch} windows of {block_size}: "
@@ -128,12 +129,14 @@ class Windows:
         epoch, i = divmod(step, self.count // self.batch)
         if epoch != self.epoch:
             self.epoch, self.order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.count)
-        return stack(self.tokens, self.order[i * self.batch:(i + 1) * self.batch][part], self.block_size)
+        return stack(self.tokens, self.order[i * self.batch:(i + 1) * self.batch][part], self.block_size, self.device)
 
 
-def stack(tokens, windows, T):
+def stack(tokens, windows, T, device):
+    "These windows' inputs and targets, (n, T) int64 each, on device: one copy there and two views of it"
     rows = torch.from_numpy(np.stack([tokens[i * T:i * T + T + 1] for i in windows.tolist()]))
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    rows = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
+    return rows[:, :-1], rows[:, 1:]
 
 
 def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
@@ -146,8 +149,8 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
     total = torch.zeros(2, dtype=torch.float64)
     with evaluating(model), m.autocast():
         for i in range(m.rank * micro_batch, n, m.world * micro_batch):
-            x, y = stack(tokens, windows[i:i + micro_batch], T)
-            total += torch.tensor([model(x.to(m.device), y.to(m.device)).item() * len(x), len(x)])
+            x, y = stack(tokens, windows[i:i + micro_batch], T, m.device)
+            total += torch.tensor([model(x, y).item() * len(x), len(x)])
     total = m.mean(total.to(m.device) if m.device.type == "cuda" else total)
     return (total[0] / total[1]).item()
 
@@ -171,7 +174,9 @@ def main():
     s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
-    m.all(m.rank > 0 or bool(load_dataset(s["dataset"], s["data_dir"])))  # the first makes it, the others wait
+    if m.rank == 0:
+        load_dataset(s["dataset"], s["data_dir"])  # makes pysource where it is not there yet; the others wait
+    m.all(True)
     data = load_dataset(s["dataset"], s["data_dir"])
     source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
     if ckpt and ckpt["data"] != source:
@@ -182,8 +187,7 @@ def main():
     model, optimizer = build(s, c, data, m)
     c, T = asdict(model.config), model.config.block_size
     if "hadamard" in c["attn_out"]:
-        whole = c["attn_out"] == "hadamard"
-        m.note += "; transform: " + hadamard_path(c["n_embd"], m.device, hadamard_heads(model.config) if whole else c["n_head"], not whole)
+        m.note += "; transform: " + hadamard_path(c["n_embd"], m.device, model.h[0].attn.order, c["attn_out"] == "head_hadamard")
 
     # the batch in tokens -> micro-batches
     B, extra = divmod(s["batch_tokens"], T)
@@ -195,7 +199,7 @@ def main():
     accumulate = B // (micro * m.world)
     if len(data.val) <= T:
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: lower --block_size")
-    windows = Windows(data.train, T, B, s["seed"])
+    windows = Windows(data.train, T, B, s["seed"], m.device)
     for name, default in (("min_lr", s["lr"] / 10), ("warmup_steps", s["max_steps"] // 50),
                           ("eval_interval", max(1, s["max_steps"] // 20))):
         s.setdefault(name, default)
@@ -208,11 +212,7 @@ def main():
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
     if s["compile"]:
         model.compile()  # in place: the checkpoint's keys stay as they are
-    net = model
-    if m.world > 1:
-        net = torch.nn.parallel.DistributedDataParallel(model, [m.device.index] if m.device.type == "cuda" else None,
-                                                        gradient_as_bucket_view=True)
-        net.broadcast_buffers = False  # they are constants; the argument of this name is deprecated from torch 2.13 on
+    net = m.parallel(model)
 
     flops, (peak, peak_from) = model.flops_per_token(), peak_flops(m)
     versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
@@ -236,11 +236,11 @@ def main():
         return m.all(m.rank > 0 or write_or_warn(path, lambda f: torch.save(state, f)))
 
     def kept():
-        return f"{path} of the last evaluation stays" if os.path.exists(path) else "there is no checkpoint yet"
+        return f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
 
     # loop
     stop = StopSignal()
-    clock, val, saved = time.perf_counter(), None, True
+    clock, saved = time.perf_counter(), True
     spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
     step = first
     while True:
@@ -268,12 +268,10 @@ def main():
         for i in range(accumulate):
             start = (i * m.world + m.rank) * micro
             x, y = windows(step, slice(start, start + micro))
-            if m.device.type == "cuda":
-                x, y = x.pin_memory(), y.pin_memory()
             if m.world > 1:
                 net.require_backward_grad_sync = i == accumulate - 1
             with m.autocast():
-                part = net(x.to(m.device, non_blocking=True), y.to(m.device, non_blocking=True)) / accumulate
+                part = net(x, y) / accumulate
             part.backward()
             loss += part.detach()
         if step == first:
@@ -281,8 +279,9 @@ def main():
             assert not missing, f"no gradient reaches {missing}"
         norm = clip_(model, s["grad_clip"])
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        # only now does the host wait for the device; a step that went wrong is saved nowhere
+        optimizer.zero_grad()
+        # only now does the host wait for the device; a step that went wrong is saved nowhere. One reduction for four figures: stopping
+        # is above 0 where any process had a signal, so that all stop at the same step
         figures = m.mean(torch.cat((torch.stack((loss, norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device))))
         loss, norm, stopping, pace = figures.tolist()
         if not np.isfinite(loss + norm):

@@ -29,7 +29,7 @@ from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01
                           run, write_or_warn)
 
 # -----------------------------------------------------------------------------
-# Settings. On a GPU the published ones; on a CPU a model that learns something in three minutes.
+# Settings. On CUDA the published ones; elsewhere a model that learns something in three minutes on a CPU.
 
 PAPER = dict(n_embd=1024, batch=16, bptt=1024, lr=2e-3, warmup_steps=800, epochs=32, mem_len=5000, dropout=0.1, schedule="constant")
 LAPTOP = dict(n_embd=256, batch=16, bptt=128, lr=4e-3, warmup_steps=50, max_steps=1000, max_minutes=3.0, mem_len=512, dropout=0.0,
@@ -53,21 +53,21 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--attn_layers", type=blocks, metavar="N[,N]", help="blocks that attend, counted from 1: 3 or 2,4")
     for name in ("n_layer", "n_head"):
         add(f"--{name}", type=number(int, 1), help="instead of the preset's")
-    add("--n_embd", type=number(int, 1), help="width (default 256 on a CPU, 1024 on a GPU)")
-    add("--mem_len", type=number(int, 0), help="positions of memory (default 512 on a CPU, 5000 on a GPU)")
-    add("--dropout", type=number(float, 0, 1), help="(default 0 on a CPU, 0.1 on a GPU)")
+    add("--n_embd", type=number(int, 1), help="width (default 1024 on CUDA, else 256)")
+    add("--mem_len", type=number(int, 0), help="positions of memory (default 5000 on CUDA, else 512)")
+    add("--dropout", type=number(float, 0, 1), help="(default 0.1 on CUDA, else 0)")
     add("--dataset", help="a name that prepare_data.py knows or was given (default pysource, prepared at once if need be)")
     add("--data_dir", help="where prepared data lies (default data)")
     add("--out_dir", help="where ckpt.pt, best.pt and log.jsonl go (default out/shaq)")
     add("--batch", type=number(int, 1), help="parallel streams, over all processes (default 16)")
-    add("--bptt", type=number(int, 5), help="longest window; 1 in 20 is about half as long (default 128 on a CPU, 1024 on a GPU)")
-    add("--max_steps", type=number(int, 0), help="(default 1000 on a CPU; on a GPU 32 epochs)")
+    add("--bptt", type=number(int, 5), help="longest window; 1 in 20 is about half as long (default 1024 on CUDA, else 128)")
+    add("--max_steps", type=number(int, 0), help="(default 32 epochs on CUDA, else 1000)")
     add("--max_minutes", type=number(float, 0),
-        help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 3 on a CPU, else 0)")
+        help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 0 on CUDA, else 3)")
     add("--optimizer", choices=["lamb", "adamw"], help="(default lamb)")
     add("--lr", type=number(float, 0), help="peak learning rate")
     add("--min_lr", type=number(float, 0), help="at the end of a cosine (default lr / 10)")
-    add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine on a CPU, constant on a GPU)")
+    add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default constant on CUDA, else cosine)")
     add("--warmup_steps", type=number(int, 0), help="linear warm-up")
     add("--weight_decay", type=number(float, 0), help="(default 1.2e-6)")
     add("--grad_clip", type=number(float, 0), help="largest gradient norm, 0: no clipping (default 0.25)")
@@ -76,7 +76,7 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, window lengths and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
-    add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length (default 1 on a GPU)")
+    add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length (default 1 on CUDA)")
     add("--stage2", metavar="CKPT",
         help="start from the weights of this checkpoint with a fresh optimiser at half the rate, 5 epochs: the published second stage")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
@@ -95,7 +95,7 @@ def settle(typed, stored, m):
                 "drop the flag, or start anew without --resume in another --out_dir")
     s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
-             compile=m.device.type == "cuda") | (LAPTOP if m.device.type == "cpu" else PAPER)
+             compile=m.device.type == "cuda") | (PAPER if m.device.type == "cuda" else LAPTOP)
     s |= stored | typed
     model = {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s}
     return s, SHAQ_PRESETS[s["preset"]] | model | dict(mean_window=s["bptt"])
@@ -122,6 +122,11 @@ def window_length(seed, step, bptt):
     return min(max(5, int(rng.normal(mean, 5))), bptt)
 
 
+def average_length(seed, bptt):
+    "Tokens a step takes from each stream, on average"
+    return float(np.mean([window_length(seed, step, bptt) for step in range(1000)]))
+
+
 def read(tokens, streams, length, at, T, device):
     "Tokens at .. at + T of each stream, stream i starting at i * length: inputs and targets, (len(streams), T) int64"
     rows = torch.from_numpy(np.stack([tokens[i * length + at:i * length + at + T + 1] for i in streams]))
@@ -142,7 +147,7 @@ def evaluate(model, tokens, eval_tokens, s, m, streams=16):
             n = min(T, length - at)
             x, y = read(tokens, mine, length, at, n, m.device)
             nats, state = model(x, y, state)
-            loss = loss + nats.double() * n
+            loss = loss + (nats if m.device.type == "mps" else nats.double()) * n  # which has no fp64
     return (m.mean(loss * len(mine) / length) * m.world / streams if streams >= m.world else loss / length).item()
 
 
@@ -183,7 +188,9 @@ def main():
     s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
-    m.all(m.rank > 0 or bool(load_dataset(s["dataset"], s["data_dir"])))  # the first makes it, the others wait
+    if m.rank == 0:
+        load_dataset(s["dataset"], s["data_dir"])  # makes pysource where it is not there yet; the others wait
+    m.all(True)
     data = load_dataset(s["dataset"], s["data_dir"])
     source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
     if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or resume and ckpt["data"] != source):
@@ -204,7 +211,7 @@ def main():
         if ckpt:
             model.load_state_dict(ckpt["model"])
     except RuntimeError:
-        die(f"{stage2} holds another model than these flags make: drop those that change it")
+        die(f"{path if resume else stage2} holds another model than these flags make: drop those that change it")
     if resume:
         optimizer.load_state_dict(ckpt["optimizer"])
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
@@ -212,12 +219,8 @@ def main():
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
     if s["compile"]:
         model.compile()
-    net = model
-    if m.world > 1:
-        net = torch.nn.parallel.DistributedDataParallel(model, [m.device.index] if m.device.type == "cuda" else None,
-                                                        gradient_as_bucket_view=True)
-        net.broadcast_buffers = False  # they are constants; the argument of this name is deprecated from torch 2.13 on
-    per_epoch = length / (0.975 * s["bptt"])
+    net = m.parallel(model)
+    per_epoch = length / average_length(s["seed"], s["bptt"])
     if s.get("max_steps") is None:
         s["max_steps"] = math.ceil(s["epochs"] * per_epoch)
     for name, default in (("min_lr", s["lr"] / 10), ("eval_interval", max(1, round(min(per_epoch, s["max_steps"] / 20))))):
@@ -247,7 +250,7 @@ def main():
         return m.all(m.rank > 0 or write_or_warn(where, lambda f: torch.save(content, f)))
 
     def kept():
-        return f"{path} of the last evaluation stays" if os.path.exists(path) else "there is no checkpoint yet"
+        return f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
 
     # loop
     stop = StopSignal()
@@ -290,8 +293,9 @@ def main():
             assert not missing, f"no gradient reaches {missing}"
         norm = clip_(model, s["grad_clip"])
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        # only now does the host wait for the device; a step that went wrong is saved nowhere
+        optimizer.zero_grad()
+        # only now does the host wait for the device; a step that went wrong is saved nowhere. One reduction for four figures: stopping
+        # is above 0 where any process had a signal, so that all stop at the same step
         figures = torch.cat((torch.stack((loss.detach(), norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
         loss, norm, stopping, pace = m.mean(figures).tolist()
         if not math.isfinite(loss + norm):
@@ -310,7 +314,8 @@ def main():
         say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / data.bytes_per_token:.3f}  lr {lr:.2e}  "
             f"norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(left)} left")
         if m.rank == 0:
-            log(step=step, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, minutes=minutes)
+            log(step=step, epoch=epoch, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu,
+                minutes=minutes)
         minutes += dt / 60
         if stopping:
             if save(step + 1, path):
@@ -334,9 +339,10 @@ def main():
         model.load_state_dict(load_checkpoint(best_path, "SHAQ")["model"])
     if data.test is not None:
         test = evaluate(model, data.test, s["eval_tokens"], s, m, streams=8)
-        say(f"test, {'best checkpoint' if best_there else 'last step'}: {test / math.log(2) / data.bytes_per_token:.4f} bits per byte")
+        bpc = test / math.log(2) * len(data.test) / data.meta["bytes"]["test"]
+        say(f"test, {'best checkpoint' if best_there else 'last step'}: {bpc:.4f} bits per byte")
         if m.rank == 0:
-            log(step=step, test_loss=test, test_bits_per_byte=test / math.log(2) / data.bytes_per_token)
+            log(step=step, test_loss=test, test_bits_per_byte=bpc)
     if m.rank == 0:
         try:
             ids = torch.tensor([data.encode("\n")], device=m.device)
