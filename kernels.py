@@ -7,8 +7,8 @@ Operators of the three papers, each with its derivative, each with a fast path f
     hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum, still in one pass
     fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [QRNN, eq. 4], on gates or on their logits
 
-To copy an operator into another repository take all above the fo-pooling, or the top, to _reverse_mode_only, and all from there on: each
-half needs torch, uses Triton where that is installed, and nothing else.
+To copy an operator into another repository take all above the comment "fo-pooling", or the file's first lines, up to and including the
+function _reverse_mode_only, and all from that comment on: each half needs torch, uses Triton where that is installed, and nothing else.
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2
 [QRNN] Bradbury et al., Quasi-Recurrent Neural Networks, arXiv:1611.01576
@@ -833,34 +833,45 @@ def hadamard_path(d, device, n_head=1, heads_only=False):
     return "PyTorch, as the Triton kernel has no plan for this width" if _plan(d, n_head, heads_only, 16) is None else "Triton kernel"
 
 
+def _as_rows(name, x):
+    "x (..., d) as rows (N, d), contiguous"
+    if not x.is_floating_point() or x.dtype.itemsize == 1:
+        raise TypeError(f"{name}: x is in {x.dtype}, expected float16, bfloat16, float32 or float64; cast it first, e.g. with .float()")
+    if not x.dim() or not x.shape[-1]:
+        raise ValueError(f"{name}: x has shape {tuple(x.shape)}, expected (..., d) with d of 1 or more")
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
 def hadamard_transform(x, scale=1.0):
     """
     scale * (x @ H) over the last dimension, H = hadamard_matrix(x.shape[-1]).
 
-    x: (..., d), fp32, bf16, fp16 (or fp64 off the Triton path), any strides. Returns the same shape and dtype; sums are fp32 or wider on
+    x: (..., d), fp32, bf16, fp16 (or fp64 off the Triton path), any strides. Returns x's shape and dtype; sums are fp32 or wider on
     the Triton path. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5
     makes it orthogonal. Unlike there, d = 768 is the true H_768 and not a cut-off H_1024. ValueError for an order that does not exist,
-    NotImplementedError under forward-mode differentiation. In fp16, off the Triton path, sums above 65504 are infinite whatever the scale.
+    TypeError for another dtype, NotImplementedError under forward-mode differentiation. In fp16, off the Triton path, sums above 65504 are
+    infinite whatever the scale.
     """
     _reverse_mode_only("hadamard_transform")
-    return _hadamard(x.reshape(-1, x.shape[-1]).contiguous(), None, None, None, float(scale), 1, False).view(x.shape)
+    return _hadamard(_as_rows("hadamard_transform", x), None, None, None, float(scale), 1, False).view(x.shape)
 
 
 def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     """
     alpha * (x @ H / sqrt(d)) + beta [1, eq. 1], in one pass over memory, with gradients of any order for x, alpha and beta.
 
-    x: (..., d), any float dtype and strides; alpha, beta: (d,), float (typically fp32 beside bf16 rows). Returns x's shape and dtype.
+    x: (..., d), as for hadamard_transform; alpha, beta: (d,), float (typically fp32 beside bf16 rows). Returns x's shape and dtype.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d: the same matrix for most sizes, and the one whose inner factor can be folded into
     the value projection for all. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
     """
     _reverse_mode_only("hadamard_affine")
+    rows = _as_rows("hadamard_affine", x)
     d = x.shape[-1]
     if d % n_head or alpha.shape != (d,) or beta.shape != (d,):
         raise ValueError(f"hadamard_affine: x (..., d) with d a multiple of n_head, alpha (d,) and beta (d,); got x {tuple(x.shape)}, "
                          f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
     scale = (n_head if heads_only else d) ** -0.5
-    return _hadamard(x.reshape(-1, d).contiguous(), alpha, beta, None, scale, n_head, heads_only).view(x.shape)
+    return _hadamard(rows, alpha, beta, None, scale, n_head, heads_only).view(x.shape)
 
 
 def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5, rms=False, n_head=1, heads_only=False):
@@ -873,14 +884,15 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     which are what other widths take: see hadamard_norm_is_fused.
     """
     _reverse_mode_only("hadamard_affine_norm")
+    rows = _as_rows("hadamard_affine_norm", x)
     d = x.shape[-1]
     if d % n_head or residual.shape != x.shape or any(t is not None and t.shape != (d,) for t in (alpha, beta, weight, shift)):
         raise ValueError("hadamard_affine_norm: x (..., d) with d a multiple of n_head, residual of its shape, alpha, beta, weight, "
                          f"shift (d,); got x {tuple(x.shape)}, residual {tuple(residual.shape)}, n_head {n_head}, "
                          f"vectors of {[tuple(t.shape) for t in (alpha, beta, weight, shift) if t is not None]}")
     scale = (n_head if heads_only else d) ** -0.5
-    y, normed, _ = _hadamard_norm(x.reshape(-1, d).contiguous(), residual.reshape(-1, d).contiguous(), alpha, beta, weight, shift,
-                                  scale, eps, rms, n_head, heads_only)
+    y, normed, _ = _hadamard_norm(rows, residual.reshape(-1, d).contiguous(), alpha, beta, weight, shift, scale, eps, rms, n_head,
+                                  heads_only)
     return y.view(x.shape), normed.view(x.shape)
 
 

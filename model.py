@@ -395,7 +395,7 @@ class HeadLoss(torch.autograd.Function):
                 else:
                     p = logits.sub_(lse).exp_()                                          # softmax
                     p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
-                p = (p / len(x)).to(dtype)                                               # d loss / d logits
+                p = p.to(dtype)                                                          # d loss / d logits, times N
                 torch.mm(p, w_, out=dx[i:i + n])
                 part = p.T @ x_[i:i + n]
                 dw = (part if dw is None and i + n >= len(x) else
@@ -408,8 +408,9 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        dx, dw = ctx.saved_tensors
-        return (dx * g.to(dx.dtype)).to(ctx.dtypes[0]), (dw * g.to(dw.dtype)).to(ctx.dtypes[1]), None, None
+        dx, dw = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in ctx.saved_tensors)
+        g = g / len(dx)  # only here, in fp32: in fp16 it could leave nothing of p, and a loss scaled up for fp16 would not fit in g
+        return (dx * g).to(ctx.dtypes[0]), (dw * g).to(ctx.dtypes[1]), None, None
 
 
 # -----------------------------------------------------------------------------
@@ -523,7 +524,7 @@ class GPT(nn.Module):
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         start = max(0, idx.size(1) - size)  # the window is idx[:, start:]
         cache, done = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None, start
-        uniform = draws(max_new_tokens if temperature else 0, idx, generator)
+        uniform = draws(max_new_tokens, temperature, idx, generator)
         token, new, at, u = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), idx.new_empty(1), uniform.new_empty(len(idx), 1)
         steps, stride = {}, 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
 
@@ -534,7 +535,7 @@ class GPT(nn.Module):
         with evaluating(self):
             for i in range(max_new_tokens):
                 if idx.size(1) - start > size:
-                    start = idx.size(1) - size // 2
+                    start = idx.size(1) - max(1, size // 2)
                     done = start
                 if temperature:
                     u.copy_(uniform[i])
@@ -580,14 +581,15 @@ class GPT(nn.Module):
 
 @contextlib.contextmanager
 def evaluating(model):
-    "Neither dropout nor gradients inside; the model's mode comes back, also after an error"
-    training = model.training
+    "Neither dropout nor gradients inside; each part's mode comes back, also after an error"
+    modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for part, training in modes:
+            part.training = training
 
 
 def sample(logits, temperature, top_k, u):
@@ -599,7 +601,8 @@ def sample(logits, temperature, top_k, u):
         raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 0")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits, device = logits.to(u.device).double() / temperature, logits.device
+    device, logits = logits.device, logits.to(u.device).double()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the likeliest stays at 0, however small the temperature
     if top_k:
         least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
@@ -607,9 +610,11 @@ def sample(logits, temperature, top_k, u):
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=logits.size(-1) - 1).to(device)
 
 
-def draws(n, idx, generator):
+def draws(n, temperature, idx, generator):
     "n times u for sample(), (n, B, 1), drawn at once: to draw each when it is wanted would make a GPU wait for the CPU at every token"
-    u = torch.rand(n, len(idx), 1, dtype=torch.float64, generator=generator, device=generator.device)
+    if n < 0 or not idx.size(1):
+        raise ValueError(f"{n} tokens after a prompt of {idx.size(1)}: expected 0 or more after 1 or more")
+    u = torch.rand(n if temperature else 0, len(idx), 1, dtype=torch.float64, generator=generator, device=generator.device)
     return u.to(idx.device if idx.is_cuda else "cpu")
 
 
@@ -983,8 +988,9 @@ class SHAQ(nn.Module):
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
         if state is None:
             state = [None] * len(self.blocks)
-        elif len(state) != len(self.blocks) or state[0][0][1].size(0) != idx.size(0):       # c: (B, d)
-            raise ValueError(f"this state has {len(state)} blocks and {state[0][0][1].size(0)} streams: expected "
+        B = [s[0][1].size(0) for s in state if s]                       # c: (B, d)
+        if len(state) != len(self.blocks) or set(B) - {idx.size(0)}:
+            raise ValueError(f"this state has {len(state)} blocks and {max(B, default=0)} streams: expected "
                              f"{len(self.blocks)} and {idx.size(0)}; pass state=None to start afresh")
         h = self.drop(self.wte(idx))                                    # (B, T, d)
         new_state = []
@@ -1004,7 +1010,7 @@ class SHAQ(nn.Module):
         model, its state and the draw are one CUDA graph for each byte; not with memory=mean, whose mean is of ever more rows.
         """
         generator = generator or torch.Generator().manual_seed(1337)
-        uniform = draws(max_new_tokens if temperature else 0, idx, generator)
+        uniform = draws(max_new_tokens, temperature, idx, generator)
         token, new, u, out, one = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), uniform.new_empty(len(idx), 1), [idx], None
 
         def step():
@@ -1027,6 +1033,8 @@ class SHAQ(nn.Module):
                 out.append(new.clone())
             if one is not None:
                 state = self.unrings(state)
+            if not max_new_tokens and idx.size(1) > 1:
+                state = self(idx[:, :-1], state=state)[1]
         return torch.cat(out, dim=1), detach_state(state)
 
     def rings(self, state, n):
@@ -1277,7 +1285,7 @@ def peak_flops(m):
 
 def clip_(model, most):
     "-> the norm of all gradients, scaled down to most where they are larger; most = 0: never"
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], foreach=True)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=True)
     if most:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), most, norm, foreach=True)
     return norm
