@@ -73,6 +73,7 @@ def one_line():
 
 def run(main, again=""):
     """Call main(); Ctrl-C, a full disk, a folder that is not writable and the like end in one line, not a traceback."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None where it was closed
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a sample may hold characters that the terminal has not
             stream.reconfigure(errors="backslashreplace")
@@ -216,34 +217,41 @@ def claim(file):
 
 
 class Log:
-    """OUT/log.jsonl: one JSON object a line, the first says what ran. A full disk costs the record, not the run."""
+    """OUT/log.jsonl: one JSON object a line, the first says what ran. A full disk costs the record, not the run. A new run keeps the
+    checkpoints and the log of the run before it as *.old."""
 
     def __init__(self, path, first, resume_step=None):
-        """resume_step: keep this run's earlier log up to the records of that step, the rest was never checkpointed. The log can be of
-        another run, that ended before its first checkpoint took the place of the one to be resumed."""
+        """resume_step: keep this run's earlier log up to the records of that step, the rest was never checkpointed."""
         self.file, self.path, keep = open(path, "a+b", buffering=0), path, 0
         claim(self.file)
         folder = os.path.dirname(path) or "."
+        if resume_step is None and os.path.exists(os.path.join(folder, "ckpt.pt")):
+            for name in ("ckpt.pt", "best.pt", "log.jsonl"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(folder, f"{name}.old"))
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(os.path.join(folder, name), os.path.join(folder, f"{name}.old"))
+            report(f"note: {folder} held an earlier run; its files are now ckpt.pt.old and so on, until the next run takes their place "
+                   "(--resume would have continued it)")
+            self.file.close()
+            self.file = open(path, "a+b", buffering=0)
+            claim(self.file)
         for name in os.listdir(folder):
             if re.fullmatch(r"(ckpt|best)\.pt\.\d+\.tmp", name):  # of a run that was killed while it wrote
                 os.remove(os.path.join(folder, name))
         self.file.seek(0)
-        with contextlib.suppress(ValueError):  # a line that a crash cut short is the last
-            for line in self.file.read().splitlines(True) if resume_step is not None else ():
+        lines = self.file.read().splitlines(True) if resume_step is not None else []
+        try:
+            for line in lines:
                 record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
-                if keep == 0 and not self.same_run(record, json.loads(json.dumps(first))):
-                    warn(f"note: {path} was of another run; this one's begins at step {resume_step}")
-                    break
                 if record.get("step", -1) >= resume_step + ("val_loss" in record) or not line.endswith(b"\n"):
                     break
                 keep += len(line)
+        except (ValueError, TypeError, AttributeError):  # a line that a crash cut short is the last
+            if line != lines[-1]:
+                warn(f"note: {path}, line {lines.index(line) + 1} is damaged; it and all that follows is dropped")
         self.file.truncate(keep)
         self(**first)
-
-    @staticmethod
-    def same_run(*headers):
-        one, two = (h.get("config", {}) | {"": h.get("settings", {}).get("seed")} for h in headers)
-        return all(one[k] == two[k] for k in one.keys() & two.keys())  # a later version may know more settings
 
     def __call__(self, **record):
         line, end = json.dumps(record).encode() + b"\n", self.file.seek(0, os.SEEK_END)

@@ -1408,14 +1408,16 @@ def test_train_no_process_leaves_before_the_checkpoint_is_there(data_dir, tmp_pa
 
 
 def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp_path):
+    path = tmp_path / "out/ckpt.pt"
     train("--max_steps=3", "--lr=0.01")
-    before = (tmp_path / "out/ckpt.pt").read_bytes()
-    one_line(train("--lr=1e30", "--warmup_steps=0", "--eval_interval=100", "--max_steps=9"), "step ", "Lower --lr", "ckpt.pt")
-    assert (tmp_path / "out/ckpt.pt").read_bytes() == before
-    one_line(train("--lr=1e30", "--warmup_steps=0", "--max_steps=1", "--eval_interval=1"), "step 1: validation loss", "ckpt.pt")
-    assert (tmp_path / "out/ckpt.pt").read_bytes() == before  # nor does its evaluation save it
-    load_checkpoint(str(tmp_path / "out/ckpt.pt"))
-    one_line(train("--lr=1e30", "--warmup_steps=0", "--eval_interval=100", out="new"), "step ", "no checkpoint yet")
+    ckpt = load_checkpoint(str(path))
+    torch.save(ckpt | dict(settings=ckpt["settings"] | dict(lr=1e30, min_lr=1e30)), path)
+    before = path.read_bytes()
+    one_line(train("--resume", "--eval_interval=100", "--max_steps=9"), "step ", "Lower --lr", "ckpt.pt stays as it was")
+    one_line(train("--resume", "--eval_interval=1", "--max_steps=9"), "step 4: validation loss", "ckpt.pt stays as it was")
+    assert path.read_bytes() == before  # the evaluation does not save it
+    one_line(train("--lr=1e30", "--warmup_steps=0", "--eval_interval=100"), "step ", "no checkpoint yet")
+    assert not path.exists() and (tmp_path / "out/ckpt.pt.old").read_bytes() == before
 
 
 def test_train_goes_on_in_a_folder_that_was_moved(train, tmp_path, monkeypatch):
@@ -1429,7 +1431,7 @@ def test_train_goes_on_in_a_folder_that_was_moved(train, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, "StopSignal", lambda: SimpleNamespace(number=0))
     train_gpt.main()
     assert list(losses(records(tmp_path / "out/gpt"))[0]) == [0, 1, 2, 3, 4] and not (tmp_path / "moved").exists()
-    assert "will be replaced" in train("--max_steps=0", out="out/gpt")[1]
+    assert "ckpt.pt.old" in train("--max_steps=0", out="out/gpt")[1] and (tmp_path / "out/gpt/ckpt.pt.old").exists()
 
 
 BAD_FLAGS = [
@@ -2401,21 +2403,22 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, capsys)
     assert [r["test_loss"] for r in log if "test_loss" in r] == [pytest.approx(wanted)]
     capsys.readouterr()
     shutil.copytree(tmp_path / "o", tmp_path / "p")
-    torch.save(best | dict(best=best["best"] + 1), tmp_path / "o/best.pt")  # of a run that was killed before its first ckpt.pt
-    train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", "--eval_tokens=300", out)
+    os.remove(tmp_path / "o/best.pt")
+    train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out)
     said = capsys.readouterr().out
     assert "test, last step:" in said and "best validation loss" not in said and "o/ckpt.pt: the model (python" in said
-    os.remove(tmp_path / "p/best.pt")
+    assert not (tmp_path / "o/best.pt").exists()  # the best so far is known from the checkpoint
     train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", "--eval_tokens=300", f"--out_dir={tmp_path / 'p'}")
-    assert not (tmp_path / "p/best.pt").exists()  # the best so far is known from the checkpoint
+    (_, last), best = losses(records(tmp_path / "p"))[1].popitem(), torch.load(tmp_path / "p/best.pt", weights_only=True)
+    assert best["step"] == 13 and best["best"] == last  # losses on other text do not compare
 
 
 def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
-    "Three bytes a token, a card of 1 GFLOP/s, windows of any length"
+    "Three bytes a token, in the test split five, a card of 1 GFLOP/s, windows of any length"
     pd.prepare(str(tmp_path / "data/three"), "three", "byte", random_words(900), "", percent=(80, 90))
     path = tmp_path / "data/three/meta.json"
     meta = json.loads(path.read_text())
-    path.write_text(json.dumps(meta | dict(bytes=meta["bytes"] | dict(val=3 * meta["tokens"]["val"]))))
+    path.write_text(json.dumps(meta | dict(bytes=meta["bytes"] | dict(val=3 * meta["tokens"]["val"], test=5 * meta["tokens"]["test"]))))
     monkeypatch.setattr(train_shaq, "peak_flops", lambda m: (1e9, "here"))
     train_shaq_here("--dataset=three", "--max_steps=6", f"--out_dir={tmp_path / 'o'}")
     (first, *log), minutes = records(tmp_path / "o"), 0.0
@@ -2428,7 +2431,7 @@ def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
             minutes += r["ms"] / 6e4
         else:
             kind = "test_" if "test_loss" in r else ""
-            assert r[kind + "bits_per_byte"] == pytest.approx(r["test_loss" if kind else "val_loss"] / math.log(2) / 3)
+            assert r[kind + "bits_per_byte"] == pytest.approx(r["test_loss" if kind else "val_loss"] / math.log(2) / (5 if kind else 3))
     assert kind  # the last record is the test's
 
 
@@ -2447,7 +2450,7 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, capsys, mon
     with monkeypatch.context() as patch:
         patch.setattr(train_shaq, "write_or_warn", lambda path, f: path.endswith("best.pt"))  # a full disk
         fails(capsys, lambda: train_shaq_here("--max_steps=1", out), "could not be written")
-        patch.setattr(train_shaq, "write_or_warn", lambda path, f: path.endswith("ckpt.pt"))  # the best.pt there is not this run's
+        patch.setattr(train_shaq, "write_or_warn", lambda path, f: path.endswith("ckpt.pt"))
         fails(capsys, lambda: train_shaq_here("--max_steps=1", "--n_embd=8", out), "could not be written", "best.pt")
     with monkeypatch.context() as patch:
         patch.setattr(train_shaq, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 3, ""))
@@ -2458,6 +2461,7 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, capsys, mon
     for interval in (1, 100):
         flags = "--optimizer=adamw", "--lr=1e30", "--warmup_steps=0", "--max_steps=20", f"--eval_interval={interval}"
         fails(capsys, lambda: train_shaq_here(*flags, out), "Lower --lr")
+    train_shaq_here("--max_steps=0", out)
     pd.prepare(str(tmp_path / "mine"), "mine", "byte", b"other " * 2000, "")
     fails(capsys, lambda: train_shaq_here("--resume", "--max_steps=9", f"--data_dir={tmp_path}", out), "SHA-256", "prepare the same data")
 
@@ -2951,17 +2955,32 @@ def test_data_a_run_outlives_its_terminal(capsys, monkeypatch):
         pd.die("lost")
 
 
-def test_data_a_log_of_another_run_is_not_gone_on_with(tmp_path, capsys):
-    "A run that ended before its first checkpoint leaves its log beside the checkpoint of the run before"
-    path, mine = str(tmp_path / "log.jsonl"), dict(config=dict(n_embd=8, attn_layers=(3,)), settings=dict(seed=1))
-    for first in (mine, mine | dict(config=dict(n_embd=8)), mine | dict(settings=dict(seed=2)), mine | dict(config=dict(n_embd=9))):
-        log = pd.Log(path, first)
-        log(step=0)
+def test_data_a_new_run_keeps_the_one_before_it(tmp_path, capsys):
+    def files():
+        return {name: (tmp_path / name).read_text() for name in sorted(os.listdir(tmp_path))}
+
+    for run, names in (("a", ["ckpt.pt", "best.pt"]), ("b", ["ckpt.pt"]), ("c", []), ("d", [])):
+        log = pd.Log(str(tmp_path / "log.jsonl"), dict(run=run))
         log.file.close()
-        capsys.readouterr()
-        pd.Log(path, mine, resume_step=1).file.close()
-        n = 3 if first["settings"] == dict(seed=1) and first["config"]["n_embd"] == 8 else 1  # header, step 0, header of the resumed part
-        assert len(records(tmp_path)) == n and ("of another run" in capsys.readouterr().err) == (n == 1)
+        said = capsys.readouterr().out
+        assert ("held an earlier run" in said) == (run in "bc") and (not said or said.count("\n") == 1)
+        if run == "b":
+            assert files() == {"best.pt.old": "a", "ckpt.pt.old": "a", "log.jsonl": '{"run": "b"}\n', "log.jsonl.old": '{"run": "a"}\n'}
+        for name in names:
+            (tmp_path / name).write_text(run)
+    # b's files, whole, though c ended before its first checkpoint
+    assert files() == {"ckpt.pt.old": "b", "log.jsonl": '{"run": "d"}\n', "log.jsonl.old": '{"run": "b"}\n'}
+
+
+@pytest.mark.parametrize("damage", ["[]", "null", "3", '{"step": null}', "\0\0\0", '{"ste'])
+def test_data_a_damaged_log_is_gone_on_with_from_its_whole_part(tmp_path, capsys, damage):
+    path = str(tmp_path / "log.jsonl")
+    for last in (True, False):
+        lines = ['{"settings": {}}', '{"step": 0}', damage] + ([] if last else ['{"step": 1}'])
+        (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n" * (not last))
+        pd.Log(path, dict(resumed=True), resume_step=2).file.close()
+        assert records(tmp_path) == [dict(settings={}), dict(step=0), dict(resumed=True)]
+        assert ("line 3 is damaged" in capsys.readouterr().err) == (not last)
 
 
 def test_data_one_run_at_a_time_writes_to_a_folder(tmp_path):

@@ -226,8 +226,6 @@ def main():
         f"a step: {B} x {T} tokens = {m.world} processes x {accumulate} micro-batches x {micro} sequences")
     say(f"{s['max_steps']} steps, lr {s['lr']:g}{'' if s['schedule'] == 'constant' else ' -> %g' % s['min_lr']}, "
         f"{'compiled' if s['compile'] else 'not compiled'}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
-    if not ckpt and os.path.exists(path):
-        say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
 
     def save(step):
         "On every rank: none goes on, or leaves, before the file is there"
@@ -309,8 +307,9 @@ def main():
             s["paced"] = True
             if s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:
                 s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
-                say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; "
-                    "the schedule now ends there (--max_minutes=0 runs all)")
+                s["warmup_steps"] = min(s["warmup_steps"], max(step, s["max_steps"] // 10))
+                say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there "
+                    "(a new run with --max_minutes=0 takes all, --resume --max_steps=N goes on to N)")
 
     # at the end: a sample, and where everything lies
     if m.device.type == "cuda":
@@ -322,8 +321,9 @@ def main():
             say("sample:" + data.decode([i for i in out if i < data.vocab_size]))
         except SystemExit:  # the tokenizer, not there, has said why
             pass
-        say(f"{path}: the model (python model.py --ckpt={quote(path)} --prompt=...); "
-            f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
+        if saved:
+            say(f"{path}: the model (python model.py --ckpt={quote(path)} --prompt=...); "
+                f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
     m.leave()
     if not saved and m.rank == 0:
         die(f"the last checkpoint could not be written to {path}")

@@ -151,14 +151,6 @@ def evaluate(model, tokens, eval_tokens, s, m, streams=16):
     return (m.mean(loss * len(mine) / length) * m.world / streams if streams >= m.world else loss / length).item()
 
 
-def best_of(path):
-    "The validation loss of the best checkpoint at path, None without one. It can be of another run, that ended before its first ckpt.pt."
-    try:
-        return load_checkpoint(path, "SHAQ")["best"]
-    except ValueError:
-        return None
-
-
 # -----------------------------------------------------------------------------
 
 
@@ -217,6 +209,8 @@ def main():
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = take(ckpt["state"], streams, m.device)
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
+        if s["eval_tokens"] != ckpt["settings"]["eval_tokens"]:  # a loss on other text says nothing about which is best
+            best, evaluated = math.inf, None
     if s["compile"]:
         model.compile()
     net = m.parallel(model)
@@ -239,8 +233,6 @@ def main():
         f"about {per_epoch:,.0f} steps an epoch")
     say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}, {'compiled' if s['compile'] else 'not compiled'}; "
         f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
-    if not resume and os.path.exists(path):
-        say(f"note: {path} of an earlier run will be replaced (--resume would continue it, --out_dir=... would keep it)")
 
     def save(step, where):
         "On every rank: each holds the state of its own streams, and none goes on, or leaves, before the file is there"
@@ -255,7 +247,7 @@ def main():
     # loop
     stop = StopSignal()
     clock, saved, spent, counted = time.perf_counter(), True, 0.0, 0
-    best_saved = True if resume and best_of(best_path) == best else None  # None: no best.pt is this run's, yet
+    best_saved = True
     step = first
     while True:
         last = step >= s["max_steps"]
@@ -328,13 +320,14 @@ def main():
             s["paced"] = True
             if s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:
                 s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
-                say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; "
-                    "the schedule now ends there (--max_minutes=0 runs all)")
+                s["warmup_steps"] = min(s["warmup_steps"], max(step, s["max_steps"] // 10))
+                say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there "
+                    "(a new run with --max_minutes=0 takes all, --resume --max_steps=N goes on to N)")
 
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
-    best_there = m.all(bool(best_saved) and os.path.exists(best_path))  # and this run's, not an earlier one's
+    best_there = m.all(best_saved and os.path.exists(best_path))
     if best_there:
         model.load_state_dict(load_checkpoint(best_path, "SHAQ")["model"])
     if data.test is not None:
@@ -351,10 +344,11 @@ def main():
         except SystemExit:  # the tokenizer, not there, has said why
             pass
         show = best_path if best_there else path
-        say(f"{show}: the model{' at its best validation loss' * best_there} (python model.py --ckpt={quote(show)} --prompt=...); "
+        if saved or best_there:
+            say(f"{show}: the model{' at its best validation loss' * best_there} (python model.py --ckpt={quote(show)} --prompt=...); "
             + f"{path}: at its last step; " * best_there + f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
     m.leave()
-    if (not saved or best_saved is False) and m.rank == 0:
+    if not (saved and best_saved) and m.rank == 0:
         die(f"the last checkpoint could not be written to {best_path if saved else path}")
 
 
