@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -138,6 +139,12 @@ def names(text):
     return [n.strip() for n in text.split(",")]
 
 
+class Joined(argparse.Action):
+    "--set a=1 --set b=2 is --set a=1,b=2"
+    def __call__(self, parser, namespace, value, flag=None):
+        setattr(namespace, self.dest, ",".join(filter(None, (getattr(namespace, self.dest), value))))
+
+
 def known(what, given, choices):
     for name in given:
         if name not in choices:
@@ -156,8 +163,11 @@ def table(args, title, head, rows):
 def record(args, **fields):
     "Append one object to the records; run tells the records of one command from those of the next"
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    with open(args.out, "a", encoding="utf-8") as f:
-        f.write(json.dumps(dict(what=args.what, run=args.run, hardware=args.hardware, git=args.git, **fields)) + "\n")
+    with open(args.out, "ab+") as f:
+        if f.tell():
+            f.seek(-1, os.SEEK_END)
+            f.write(b"" if f.read() == b"\n" else b"\n")  # a kill can have cut the last one short
+        f.write(json.dumps(dict(what=args.what, run=args.run, hardware=args.hardware, git=args.git, **fields)).encode() + b"\n")
 
 
 def timed(work, m, rounds=7, least=0.02):
@@ -371,7 +381,7 @@ class Trainer:
         torch.manual_seed(hash((self.seed, i, 0)) & 0x7FFFFFFF)
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(i, s["lr"], self.min_lr, self.warmup, self.steps, s["schedule"])
-        loss = torch.zeros((), device=m.device)
+        loss, self.tokens = torch.zeros((), device=m.device), self.step_tokens
         if self.kind == "gpt":
             for a in range(0, self.B, self.micro):
                 x, y = self.windows(i, slice(a, a + self.micro))
@@ -381,6 +391,7 @@ class Trainer:
                 loss += part.detach()
         else:
             T = min(train_shaq.window_length(self.seed, i, self.T), self.length - self.at)
+            self.tokens = self.B * T
             x, y = train_shaq.read(self.data.train, range(self.B), self.length, self.at, T, m.device)
             with m.autocast():
                 part, state = self.model(x, y, self.state)
@@ -403,12 +414,13 @@ class Trainer:
     def run(self, what, points=10):
         """All steps -> (curve, tokens/s). The curve: [step, training loss since the last point, validation loss, FLOPs, seconds in steps].
         what names the run in its line of progress."""
-        curve, losses, times, start = [[0, None, self.validate(), 0.0, 0.0]], [], [], time.perf_counter()
+        curve, losses, times, rates, start = [[0, None, self.validate(), 0.0, 0.0]], [], [], [], time.perf_counter()
         marks = {round(self.steps * (k + 1) / points) for k in range(points)}
         for i in range(self.steps):
             t0 = time.perf_counter()
             losses.append(self.step(i))  # .item() in it waits for the device
             times.append(time.perf_counter() - t0)
+            rates.append(self.tokens / times[-1])
             if not math.isfinite(losses[-1]):
                 die(f"step {i}: loss {losses[-1]} at lr {self.s['lr']:g}: lower lr or raise warmup_steps")
             if i + 1 in marks:
@@ -419,7 +431,7 @@ class Trainer:
         if progress.open:  # a terminal: the next line takes the place of this one
             print(end="\r" + 79 * " " + "\r", file=sys.stderr)
             progress.open = False
-        return curve, self.B * self.T / statistics.median(times)  # of shaq's windows the median is a whole one, but for 5 tokens or so
+        return curve, statistics.median(rates)
 
 
 @torch.no_grad()
@@ -452,12 +464,17 @@ def paired(a, b):
 
 
 def paper_quality(kind, t):
-    "What the papers print for this variant, whatever data they had it from"
+    "What the papers print for this model, whatever their data: perplexity, or for SHAQ, of any width, bits per byte; None for other models"
+    c = asdict(t.model.config)
     if kind == "shaq":
-        return f"{ABLATIONS[t.s['preset']][2]} bpc"
-    size, out = t.s["size"], t.model.config.attn_out
-    ours = size in PERPLEXITY and out in OUTS[:2] and t.model.config.attn == "mha"
-    return f"ppl {PERPLEXITY[size][1 + OUTS.index(out)]}" if ours else None
+        papers, free = asdict(SHAQConfig(**SHAQ_PRESETS[t.s["preset"]])), {"vocab_size", "n_embd", "mem_len", "mean_window", "dropout"}
+    else:
+        papers, free = asdict(GPTConfig(**SIZES[t.s["size"]])), {"vocab_size", "block_size", "attn_out", "dropout"}
+    if any(c[k] != v for k, v in papers.items() if k not in free):
+        return None
+    if kind == "shaq":
+        return ABLATIONS[t.s["preset"]][2]
+    return PERPLEXITY[t.s["size"]][1 + OUTS.index(c["attn_out"])] if t.s["size"] in PERPLEXITY and c["attn_out"] in OUTS[:2] else None
 
 
 def bench_compare(argv):
@@ -469,7 +486,7 @@ def bench_compare(argv):
         ("model", dict(choices=["gpt", "shaq"], default="gpt", help="train_gpt.py's recipe and model, or train_shaq.py's")),
         ("variant", dict(action="append", help='name=value,.. of the model or its recipe; repeat the flag. "" is the default model. '
                                                "Without any: the four output projections, or sharnn and shaq")),
-        ("set", dict(help="name=value,.. for all variants (where not given, runs of seconds on a CPU, minutes on a GPU)")),
+        ("set", dict(action=Joined, help="name=value,.. for all variants (where not given, runs of seconds on a CPU, minutes on a GPU)")),
         ("seeds", dict(type=number(int, 1), default=5, help="how many")),
         ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
         ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
@@ -495,7 +512,8 @@ def bench_compare(argv):
     if args.compile:
         fresh_compiler()
     variants = [common | v for v in variants]
-    data = load_dataset(common.get("dataset", "pysource"), common.get("data_dir", "data"))
+    s, _ = SCRIPT[kind].settle(variants[0], {}, m)
+    data = load_dataset(s["dataset"], s["data_dir"])
 
     def make(v, seed, given=None):
         return Trainer(kind, v, data, m, seed, given, args.compile)
@@ -541,7 +559,8 @@ def bench_compare(argv):
     rows = []
     for i, text in enumerate(texts):
         mean, error = paired(loss[i], loss[0])
-        rows.append((f"`{text or 'default'}`", f"{params[i]:,}", f"{steps[i]:,}", paper[i], f"{np.mean(loss[i]):.4f}",
+        rows.append((f"`{text or 'default'}`", f"{params[i]:,}", f"{steps[i]:,}",
+                     paper[i] and (f"{paper[i]} bpc" if kind == "shaq" else f"ppl {paper[i]}"), f"{np.mean(loss[i]):.4f}",
                      f"{np.mean(loss[i]) / math.log(2) / data.bytes_per_token:.4f}",
                      "baseline" if i == 0 else f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}"),
                      f"{np.median(rate[i]):,.0f}", peak[i][0] and f"{max(peak[i]):,.0f}"))
@@ -859,12 +878,12 @@ def gains(t):
     of the gain that identity attains)}"""
     mean = {k: v.mean() for k, v in t.items()}
     best = mean["dense"] - mean["identity"]
-    return {k: (mean["dense"] / mean[k] - 1, deviation(t["dense"] / v) / len(v) ** 0.5,
+    return {k: (mean["dense"] / mean[k] - 1, deviation(t["dense"] / v) / len(v) ** 0.5 if len(v) > 1 else None,
                 (mean["dense"] - mean[k]) / best if best > 0 and k not in ("dense", "identity") else None) for k, v in t.items()}
 
 
 def gain_cells(variant, gain, error, share):
-    return None if variant == "dense" else f"{gain:+.1%} ± {error:.1%}", share and f"{share:.2f}"
+    return None if variant == "dense" else f"{gain:+.1%}" + ("" if error is None else f" ± {error:.1%}"), share and f"{share:.2f}"
 
 
 def speed_flags(gpu, batch, T):
@@ -1025,8 +1044,8 @@ def bench_train(argv):
         ("models", dict(type=names, default="gpt,book,shaq", help="which of the papers")),
         ("presets", dict(type=names, default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq",
                          help="of SHAQ")),
-        ("set", dict(default="", help="name=value,.. for the GPTs (on a CPU the two books are 4 layers of 256 where not given)")),
-        ("shaq_set", dict(default="", help="the same for SHAQ")),
+        ("set", dict(default="", action=Joined, help="name=value,.. for the GPTs (on a CPU the two books are 4 layers of 256 if not)")),
+        ("shaq_set", dict(default="", action=Joined, help="the same for SHAQ")),
         ("compile", dict(type=flag01, default=gpu, help="torch.compile")),
         ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed")))
     known("--models", args.models, ["gpt", "book", "shaq"])
@@ -1034,6 +1053,9 @@ def bench_train(argv):
     known("--presets", args.presets, SHAQ_PRESETS)
     peak, source = peak_flops(m)
     common, shaq = settings("gpt", args.set, "--set"), settings("shaq", args.shaq_set, "--shaq_set")
+    own = {"size", "attn", "attn_out"} & set(common) | {"preset"} & set(shaq)
+    if own:
+        die(f"train chooses {', '.join(sorted(own))} itself: drop it from --set or --shaq_set, and name what to time in --sizes, --presets")
     # a book's recipe names fp32; here it runs in the precision of the table. Four heads keep [2]'s head width when the model shrinks.
     less = {} if gpu or args.set else dict(n_layer=4, n_embd=256)
     groups = [("gpt", 256 if s == "nano" else 50257, {f"{s}, {o}": dict(size=s, attn_out=o) | common for o in OUTS})
@@ -1110,7 +1132,7 @@ def bench_scaling(argv):
         ("sizes", dict(type=names, default="2x64,3x96,4x128,4x192" if gpu else "1x16,2x16,2x24,2x32",
                        help="names of sizes, or layers x width")),
         ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
-        ("set", dict(default="", help="name=value,.. for all (on a CPU batches of 2048 tokens, T 128, where not given)")),
+        ("set", dict(default="", action=Joined, help="name=value,.. for all (on a CPU batches of 2048 tokens, T 128, where not given)")),
         ("tokens_per_param", dict(type=number(float, 0), default=20.0, help="compute-optimal: 20")),
         ("seeds", dict(type=number(int, 1), default=1, help="how many")),
         ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
@@ -1130,8 +1152,11 @@ def bench_scaling(argv):
         die("scaling needs two sizes or more")
     if args.compile:
         fresh_compiler()
-    data = load_dataset(common.get("dataset", "pysource"), common.get("data_dir", "data"))
-    seeds, loss, compute, rows = range(args.seed, args.seed + args.seeds), {}, {}, []
+    settled = [train_gpt.settle(shape | common, {}, m)[0] for shape in sizes.values()]
+    if len({s["dataset"] for s in settled}) > 1:
+        die("these sizes' recipes name different data: give one to all, --set dataset=NAME")
+    data = load_dataset(settled[0]["dataset"], settled[0]["data_dir"])
+    seeds, loss, compute, papers, rows = range(args.seed, args.seed + args.seeds), {}, {}, {}, []
     for size, shape in sizes.items():
         for seed in seeds:
             make = lambda out, given=None: Trainer("gpt", shape | common | dict(attn_out=out), data, m, seed, given, args.compile)
@@ -1144,6 +1169,7 @@ def bench_scaling(argv):
                     print(f"note: {size} reads {data.name}'s {len(data.train):,} tokens "
                           f"{t.steps * t.step_tokens / len(data.train):.1f} times", file=sys.stderr)
                 curve, rate = t.run(f"run {len(loss) + 1} of {len(sizes) * len(seeds) * len(args.variants)}")
+                papers[out, size] = paper_quality("gpt", t)
                 loss[out, size, seed], compute[out, size] = curve[-1][2], 6 * t.params * t.steps * t.step_tokens
                 record(args, size=size, variant=out, seed=seed, params=t.params, tokens=t.steps * t.step_tokens, compute=compute[out, size],
                        val_loss=curve[-1][2], tokens_per_s=rate, dataset=data.name, curve=curve)
@@ -1151,7 +1177,7 @@ def bench_scaling(argv):
                       file=sys.stderr)
         for out in args.variants:
             mean, error = paired([loss[out, size, s] for s in seeds], [loss[args.variants[0], size, s] for s in seeds])
-            paper = PERPLEXITY[size][1 + OUTS.index(out)] if size in PERPLEXITY and out in OUTS[:2] else None
+            paper = papers[out, size]
             ours = np.mean([loss[out, size, s] for s in seeds])
             rows.append((size, out, f"{compute[out, size]:.3g}", paper and f"{paper:.2f}", f"{math.exp(ours):.2f}",
                          signed(paper and math.exp(ours) - paper), f"{ours:.4f}",
@@ -1333,7 +1359,7 @@ def bench_plot(argv):
     matplotlib."""
     parser = Parser(prog="bench.py plot", description=bench_plot.__doc__)
     parser.add_argument("--records", default="out/bench", help="folder of the JSONL files")
-    parser.add_argument("--assets", default="assets", help="folder for the figures")
+    parser.add_argument("--assets", default="out/bench", help="folder for the figures (README's lie in assets)")
     parser.add_argument("--what", type=names, default="compare,scaling,prefill,decode", help="which records")
     parser.add_argument("--logs", nargs="+", metavar="FILE",
                         help="log.jsonl files of the training scripts instead: bits per byte against training time")
@@ -1364,7 +1390,10 @@ def bench_plot(argv):
             plt.close(fig)
             made += 1
     if not made:
-        die(f"{args.records} holds no records to plot of {', '.join(args.what)}: run python bench.py {args.what[0]} first")
+        there = [what for what in args.what if records(args.records, what, None)]
+        die(f"{args.records} holds no records to plot of {', '.join(args.what)}: run python bench.py {args.what[0]} first" if not there else
+            f"--run={args.run}: no run of {', '.join(there)} began then" if args.run else
+            f"{', '.join(there)}: one point makes no figure; measure more, such as --T=64,128")
 
 
 def read_logs(paths):
@@ -1380,17 +1409,23 @@ def read_logs(paths):
                 if "bits_per_byte" in r:
                     curve.append((minutes, r["step"], r["bits_per_byte"]))
             curve[0]  # IndexError, a LookupError
-            rows.append(dict(name=c.get("preset") or first["config"]["attn_out"], hardware=first["machine"], run="", curve=curve))
+            config = first["config"]
+            name = c.get("preset") or config["attn_out" if config.get("attn", "mha") == "mha" else "attn"]
+            rows.append(dict(name=name, config=config, folder=os.path.basename(os.path.dirname(os.path.abspath(path))),
+                             hardware=first["machine"], run="", curve=curve))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py, or holds no evaluation yet")
+    for row in rows:  # unlike models of one name go by their folders, too
+        alike = all(other["config"] == row["config"] for other in rows if other["name"] == row["name"])
+        row["title"] = row["name"] if alike else f"{row['name']}, {row['folder']}"
     return rows
 
 
 def plot_logs(plt, rows):
     "Bits per byte of the validation split against the time spent in training steps; runs of one name in one colour"
     fig, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for i, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
-        for k, row in enumerate(row for row in rows if row["name"] == name):
+    for i, name in enumerate(dict.fromkeys(row["title"] for row in rows)):
+        for k, row in enumerate(row for row in rows if row["title"] == name):
             minutes, _, bits = zip(*row["curve"])
             ax.plot(minutes, bits, color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, lw=1, label=None if k else name)
     ax.set(xlabel="minutes in training steps", ylabel="validation, bits per byte")

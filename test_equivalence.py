@@ -3348,9 +3348,45 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["train", "--rounds=x"], "--rounds"), (["kernels", "--rows=0"], "--rows"), (["prefill", "--runs=0"], "--runs"),
         (["compare", "--seed=-1"], "--seed"), (["scaling", "--seed=99999999999999999999"], "--seed")):
         fails(capsys, lambda: bench.main(argv), words, status=2)
+    for argv, words in ((["train", "--set=attn_out=identity"], "attn_out"), (["train", "--shaq_set=preset=shaq"], "preset"),
+                        (["scaling", "--sizes=nano,dva_book"], "--set dataset=NAME")):
+        fails(capsys, lambda: bench.main(argv), words)
     assert bench.settings("shaq", "attn_layers=2,4, n_embd=32", "") == dict(attn_layers=(2, 4), n_embd=32)
     monkeypatch.setattr(bench, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 2, ""))
     fails(capsys, lambda: bench.main(["params"]), "without torchrun")
+
+
+def test_bench_prints_a_papers_figure_beside_the_papers_model_alone():
+    def quality(kind, name, **changed):
+        config = (GPTConfig(**SIZES[name] | changed) if kind == "gpt" else SHAQConfig(**SHAQ_PRESETS[name] | changed))
+        return bench.paper_quality(kind, SimpleNamespace(s=dict(size=name, preset=name), model=SimpleNamespace(config=config)))
+
+    assert quality("gpt", "small") == quality("gpt", "small", block_size=64) == 21.54
+    assert quality("gpt", "base", attn_out="hadamard") == 17.35
+    assert quality("shaq", "shaq", n_embd=64, mem_len=100) == 1.18 and quality("shaq", "no_gates", dropout=0.0) == 1.131
+    assert not any([quality("gpt", "tiny"), quality("gpt", "small", attn_out="identity"), quality("gpt", "small", attn="dva"),
+                    quality("gpt", "small", mlp="none"), quality("gpt", "small", n_layer=1), quality("shaq", "shaq", rnn="lstm"),
+                    quality("shaq", "sharnn", attn_layers=(2,))])
+
+
+def test_bench_compare_reads_the_data_of_its_recipe(bench_data, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "load_dataset", lambda *a: asked.append(a) or sys.exit(3))
+    for argv in (["compare", "--set=size=dva_book"], ["compare", "--set=dataset=x", "--set=data_dir=y"], ["compare", "--model=shaq"],
+                 ["scaling", "--sizes=dva_book,gpt2_book"]):
+        with pytest.raises(SystemExit):
+            bench.main([*argv, "--device=cpu", "--dtype=float32"])
+    assert asked == [("warandpeace", "data"), ("x", "y"), ("pysource", "data"), ("warandpeace", "data")]
+
+
+def test_bench_records_survive_a_line_cut_short(tmp_path):
+    args = SimpleNamespace(out=str(tmp_path / "a/x.jsonl"), what="x", run="b", hardware="", git="")
+    for cut in ("", "{", '{"run": "a"}\n'):
+        os.makedirs(tmp_path / "a", exist_ok=True)
+        (tmp_path / "a/x.jsonl").write_text(cut)
+        for n in range(2):
+            bench.record(args, n=n)
+        assert [r["n"] for r in bench.records(tmp_path / "a", "x", None)] == [0, 1]
 
 
 def test_bench_timing_interleaves_and_warms_up():
@@ -3466,7 +3502,15 @@ def test_bench_reads_training_logs(tmp_path):
     lines = [dict(settings=dict(preset="shaq"), config={}, machine="a CPU"), dict(step=0, val_loss=5.0, bits_per_byte=7.2),
              dict(step=0, loss=5.0, ms=3e4), dict(step=1, loss=4.0, ms=3e4), dict(step=2, val_loss=4.0, bits_per_byte=5.8)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
-    assert bench.read_logs([tmp_path / "log.jsonl"]) == [dict(name="shaq", hardware="a CPU", run="", curve=[(0.0, 0, 7.2), (1.0, 2, 5.8)])]
+    row, = bench.read_logs([tmp_path / "log.jsonl"])
+    assert [row[k] for k in ("title", "hardware", "curve")] == ["shaq", "a CPU", [(0.0, 0, 7.2), (1.0, 2, 5.8)]]
+    for name, config in (("a", dict(attn="dva")), ("b", dict(attn="mha")), ("c", dict(attn="mha")), ("d", dict(attn="mha", mlp="none"))):
+        os.makedirs(tmp_path / name)
+        head = dict(settings={}, config=config | dict(attn_out="dense"), machine="")
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [head, *lines[1:]]))
+    logs = [tmp_path / name / "log.jsonl" for name in "abcd"]
+    assert [r["title"] for r in bench.read_logs(logs[:3])] == ["dva", "dense", "dense"]  # two of one model: two seeds
+    assert [r["title"] for r in bench.read_logs(logs[1:])] == ["dense, b", "dense, c", "dense, d"]
     (tmp_path / "x.jsonl").write_text('{"run": "a"}\n{"run": "b"}\n{"ru')
     assert bench.records(tmp_path, "x", None) == [dict(run="b")] and bench.records(tmp_path, "x", "a") == [dict(run="a")]
     (tmp_path / "x.jsonl").write_text('3\n{"a": 1}\n{"run": "b"}\n')
@@ -3523,7 +3567,7 @@ def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys, monkeypatch
                     for k in ("png", "svg")}
     bench_run(tmp_path, "prefill", "--batch=1", "--T=4,8", "--runs=1")
     bench.main(argv[:-1] + ["--what=prefill"])
-    (tmp_path / "log.jsonl").write_text('{"settings": {"preset": "shaq"}, "machine": "a CPU"}\n{"step": 0, "bits_per_byte": 7.2}\n')
+    (tmp_path / "log.jsonl").write_text('{"settings": {"preset": "shaq"}, "machine": "a CPU", "config": {}}\n{"step": 0, "bits_per_byte": 7.2}\n')
     bench.main([*argv[:-1], "--logs", f"{tmp_path}/log.jsonl"])
     assert {"prefill_nano.png", "training.png"} <= set(os.listdir(tmp_path / "assets"))
 
