@@ -216,6 +216,26 @@ def claim(file):
         pass
 
 
+@contextlib.contextmanager
+def alone(folder):
+    """Inside, this process alone prepares folder, and another waits; what a killed one had begun is gone."""
+    os.makedirs(folder, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):  # Windows, some network file systems
+            import fcntl
+            lock = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                warn(f"waiting for another process, which prepares {folder}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        for name in os.listdir(folder):
+            if re.fullmatch(r".+\.(bin|json)\.\d+\.tmp", name):
+                os.remove(os.path.join(folder, name))
+        yield
+
+
 class Log:
     """OUT/log.jsonl: one JSON object a line, the first says what ran. A full disk costs the record, not the run. A new run keeps the
     checkpoints and the log of the run before it as *.old."""
@@ -429,7 +449,9 @@ def load_dataset(name, data_dir="data"):
     hint = f"python prepare_data.py {name if name in DATASETS else f'--input FILE... --name {name}'}{place}"
     path = os.path.join(folder, "meta.json")
     if name == "pysource" and not os.path.isfile(path):
-        prepare(folder, name, "byte", *pysource())
+        with alone(folder):
+            if not os.path.isfile(path):
+                prepare(folder, name, "byte", *pysource())
     if not os.path.isfile(path):
         die(f"data set {name!r} is not prepared in {data_dir}; type: {hint}")
     try:
@@ -551,7 +573,7 @@ def download(url, part, resume=True):
             if have <= furthest:  # no further than before: give up; otherwise ask for the rest at once
                 if not have:
                     os.remove(part)
-                die(f"cannot download {url} ({problem}); type the same command to resume, or {remedy}")
+                die(f"cannot download {url} ({problem}); {'type the same command to resume, or ' * bool(have)}{remedy}")
             furthest = have
 
 
@@ -559,6 +581,8 @@ def fetch(name, folder, url):
     """-> (bytes, their SHA-256) of a data set that is one file, verified; an earlier download is used again."""
     source = DATASETS[name]
     path = used = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(url).path) or name)
+    if os.path.basename(path) in ("train.bin", "val.bin", "test.bin", "meta.json"):
+        die(f"{url}: the prepared data needs the name {os.path.basename(path)}; take a source of another name")
     if url.startswith("file:") or not os.path.exists(path):
         used = path + ".part"
         download(url, used, resume=not source.revised)  # half of one edition and half of another would pass unnoticed
@@ -572,7 +596,8 @@ def fetch(name, folder, url):
         problem = f"{len(raw):,} bytes, {algorithm} {found}; expected {source.size:,} bytes, {expected}"
         if not (source.revised and re.search(source.revised, raw)):
             os.remove(used)
-            die(f"{url} is not {name} ({problem}); removed {used}: download it again or name another file")
+            die(f"{url} is not {name} ({problem}); " + (
+                "name another file" if url.startswith("file:") else f"removed {used}: download it again or name another file"))
         print(f"note: {url} is not the edition that our figures are for ({problem})", file=sys.stderr)
     os.replace(used, path)
     return raw, hashlib.sha256(raw).hexdigest()
@@ -595,6 +620,8 @@ def write_meta(folder, **meta):
     print(f"{folder}: {meta['source']}; {meta['tokenizer']} tokens; {meta['split']}")
     for split, count in meta["tokens"].items():
         print(f"  {split:5} {count:13,} tokens, {meta['bytes'][split] / 1e6:,.2f} MB of text")
+    if meta["tokens"]["val"] <= 256:
+        print("note: one window of the default GPT takes 257 validation tokens; take more text, or train with a smaller --block_size")
 
 
 def prepare(folder, name, tokenizer, raw, source, sha256=None, percent=(90,), by_characters=False):
@@ -647,13 +674,13 @@ def prepare_fineweb(folder, name, url, shards):
 def main(argv=None):
     parser = Parser(prog="prepare_data.py", description=__doc__)
     parser.add_argument("dataset", nargs="?", help=f"{', '.join(DATASETS)}; without any: pysource")
-    parser.add_argument("--input", nargs="+", metavar="FILE", help="your own files instead of a named data set")
+    parser.add_argument("--input", nargs="+", action="extend", metavar="FILE", help="your own files instead of a named data set")
     parser.add_argument("--name", help="folder to write in DATA_DIR, the name to train with (that of the data set)")
     parser.add_argument("--tokenizer", choices=VOCAB_SIZE, help="byte, but gpt2 for warandpeace and fineweb10B")
     parser.add_argument("--data_dir", default="data", help="where data sets lie")
     parser.add_argument("--url", help="mirror to download from (fineweb10B: the folder that holds the shards)")
     parser.add_argument("--from_file", help="local copy instead of a download (fineweb10B: the folder of the shards)")
-    parser.add_argument("--shards", type=int, default=1, help="fineweb10B: training shards of 100M tokens, 1 to 103")
+    parser.add_argument("--shards", type=int, help="fineweb10B: training shards of 100M tokens, 1 to 103 (default 1)")
     args = parser.parse_args(argv)
 
     dataset = args.dataset or "pysource"
@@ -669,22 +696,32 @@ def main(argv=None):
     source = DATASETS[dataset]
     if (args.url or args.from_file) and (args.input or not source.url):
         die("--url and --from_file are for data sets that are downloaded; your own text: --input FILE... --name NAME")
+    if args.name and not args.dataset and not args.input:
+        die(f"--name={args.name} of what? Add --input FILE... or the name of a data set")
+    if args.url and args.from_file:
+        die("--url and --from_file name two sources: type one of the two")
+    if args.from_file and not os.path.exists(args.from_file):
+        die(f"--from_file={args.from_file} does not exist")
+    if args.shards is not None and (dataset != "fineweb10B" or args.input):
+        die("--shards is for fineweb10B")
+    shards = 1 if args.shards is None else args.shards
     url = pathlib.Path(args.from_file).absolute().as_uri() if args.from_file else (args.url or source.url).rstrip("/")
     tokenizer, folder = args.tokenizer or source.tokenizer, os.path.join(args.data_dir, name)
-    if args.input:
-        raw = b"".join(read(path, utf8=tokenizer == "gpt2") for path in args.input)
-        prepare(folder, name, tokenizer, raw, ", ".join(args.input))
-    elif dataset == "pysource":
-        prepare(folder, name, tokenizer, *pysource())
-    elif dataset == "fineweb10B":
-        if tokenizer != "gpt2" or not 1 <= args.shards <= 103:
-            die("fineweb10B is tokenised with gpt2 already, and has --shards from 1 to 103")
-        prepare_fineweb(folder, name, url, args.shards)
-    else:
-        raw, sha256 = fetch(dataset, folder, url)
-        if dataset == "warandpeace":  # today's edition has DOS line ends, which open(...).read() would turn into \n
-            raw = raw.replace(b"\r\n", b"\n")
-        prepare(folder, name, tokenizer, raw, url, sha256, source.percent, by_characters=dataset == "warandpeace")
+    if dataset == "fineweb10B" and (tokenizer != "gpt2" or not 1 <= shards <= 103):
+        die("fineweb10B is tokenised with gpt2 already, and has --shards from 1 to 103")
+    raw = b"".join(read(path, utf8=tokenizer == "gpt2") for path in args.input or ())
+    with alone(folder):
+        if args.input:
+            prepare(folder, name, tokenizer, raw, ", ".join(args.input))
+        elif dataset == "pysource":
+            prepare(folder, name, tokenizer, *pysource())
+        elif dataset == "fineweb10B":
+            prepare_fineweb(folder, name, url, shards)
+        else:
+            raw, sha256 = fetch(dataset, folder, url)
+            if dataset == "warandpeace":  # today's edition has DOS line ends, which open(...).read() would turn into \n
+                raw = raw.replace(b"\r\n", b"\n")
+            prepare(folder, name, tokenizer, raw, url, sha256, source.percent, by_characters=dataset == "warandpeace")
     place = "" if args.data_dir == "data" else f" --data_dir={quote(args.data_dir)}"
     print(f"next: python train_gpt.py --dataset={name}{place}")
 

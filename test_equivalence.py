@@ -2913,14 +2913,48 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     fails(capsys, main("--input", str(tmp_path / "latin"), "--name=enwik8"), "--name of your own")
     fails(capsys, main("pysource", "--name=enwik8"), "--name=enwik8 is another")
     fails(capsys, main("pysource", f"--from_file={tmp_path / 'latin'}"), "for data sets that are downloaded")
-    fails(capsys, main("shakespeare", "--from_file", str(tmp_path / "none")), "none", "No such file")
+    fails(capsys, main("shakespeare", "--from_file", str(tmp_path / "none")), "none", "does not exist")
     fails(capsys, main("shakespeare", "--url=no.url"), "cannot download no.url", "unknown url type")
+    fails(capsys, main("shakespeare", "--url=http://x/train.bin"), "needs the name train.bin")
+    fails(capsys, main("shakespeare", "--url=http://x/y", f"--from_file={tmp_path / 'one'}"), "--url and --from_file")
+    fails(capsys, main("--name=x"), "--input FILE...")
+    fails(capsys, main("shakespeare", "--shards=3"), "for fineweb10B")
     fails(capsys, main("fineweb10B", "--shards=0"), "--shards from 1")
     fails(capsys, main("--tokeniser=gpt2"), "unknown flag --tokeniser; did you mean --tokenizer?", status=2)
     fails(capsys, main("--shards=two"), "invalid int value: 'two'", status=2)
     monkeypatch.setattr(sys, "argv", ["prepare_data.py", f"--data_dir={tmp_path / 'one'}"])
-    fails(capsys, lambda: pd.run(pd.main), "one/pysource/meta.json: Not a directory")
+    fails(capsys, lambda: pd.run(pd.main), "one/pysource: Not a directory")
     assert not [f for _, _, files in os.walk(tmp_path / "d") for f in files]
+
+
+def test_data_repeated_inputs_add_up_and_a_small_text_is_told(tmp_path, capsys):
+    for name in "abc":
+        (tmp_path / name).write_text(name * 100)
+    for name, flags, note in (("x", ["--input", "a", "b", "--input", "c"], True), ("y", ["--input", *9 * "abc"], False)):
+        pd.main([str(tmp_path / f) if len(f) == 1 else f for f in flags] + [f"--name={name}", f"--data_dir={tmp_path}"])
+        assert ("note: one window" in capsys.readouterr().out) == note
+    x = pd.load_dataset("x", str(tmp_path))
+    assert pd.decode("byte", [*x.train[:], *x.val[:]]) == "a" * 100 + "b" * 100 + "c" * 100
+
+
+def test_data_one_process_at_a_time_prepares_a_folder(corpus):
+    "Two downloads of one set at once: the second waits, and neither holds a hole"
+    text, packed, data = corpus
+    code = f"""
+import sys; sys.path.insert(0, {str(HERE)!r})
+import prepare_data as pd
+pd.DATASETS["enwik8"] = pd.Source("http://x/y", "gpt2", 9, ("sha256", ""), revised=b".", percent=(90, 95))
+pd.main(sys.argv[1:])"""
+    os.makedirs(f"{data}/enwik8")
+    Path(f"{data}/enwik8/train.bin.99.tmp").write_bytes(b"of a killed one")
+    with server(packed, rate=0.2) as (url, seen):
+        flags = [sys.executable, "-c", code, "enwik8", "--tokenizer=byte", f"--url={url}", f"--data_dir={data}"]
+        runs = [subprocess.Popen(flags, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for _ in range(2)]
+        errors = [run.communicate()[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0] and sum("waiting for another" in e for e in errors) == 1, errors
+    d = pd.load_dataset("enwik8", data)
+    assert np.concatenate([d.train[:], d.val[:], d.test[:]]).astype(np.uint8).tobytes() == text and seen == [None]
+    assert not [name for name in os.listdir(f"{data}/enwik8") if name.endswith(".tmp")]
 
 
 def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
@@ -3567,7 +3601,7 @@ def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys, monkeypatch
                     for k in ("png", "svg")}
     bench_run(tmp_path, "prefill", "--batch=1", "--T=4,8", "--runs=1")
     bench.main(argv[:-1] + ["--what=prefill"])
-    (tmp_path / "log.jsonl").write_text('{"settings": {"preset": "shaq"}, "machine": "a CPU", "config": {}}\n{"step": 0, "bits_per_byte": 7.2}\n')
+    (tmp_path / "log.jsonl").write_text('{"settings": {"preset": "a"}, "machine": "", "config": {}}\n{"step": 0, "bits_per_byte": 7.2}\n')
     bench.main([*argv[:-1], "--logs", f"{tmp_path}/log.jsonl"])
     assert {"prefill_nano.png", "training.png"} <= set(os.listdir(tmp_path / "assets"))
 
