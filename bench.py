@@ -847,7 +847,7 @@ def bench_code(argv):
                 record(args, kernel=kind, heads_only=only, d=None if "pool" in kind else d, sm=args.sm, dtype=dtype, each=c.each,
                        loop=c.loop, registers=c.registers, stack=c.stack, shared=c.shared)
             moved *= 4 if dtype == "fp32" else 2
-            rows.append([name, moved, int(moved * ISSUE)] + cells + [""] * (len(args.widths) - len(cells)))
+            rows.append([name, moved, round(moved * ISSUE)] + cells + [""] * (len(args.widths) - len(cells)))
     table(args, "Instructions an element", ["kernel", "bytes an element", "instructions allowed", *map(str, args.widths)], rows)
 
 

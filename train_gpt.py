@@ -178,6 +178,7 @@ def main():
         load_dataset(s["dataset"], s["data_dir"])  # makes pysource where it is not there yet; the others wait
     m.all(True)
     data = load_dataset(s["dataset"], s["data_dir"])
+    unit = "byte" if data.tokenizer == "byte" else "token"
     source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
     if ckpt and ckpt["data"] != source:
         was, now = ("{name} ({tokenizer}, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], source))
@@ -248,7 +249,7 @@ def main():
             if not val < 700:  # too much for exp, or nan
                 die(f"step {step}: validation loss {val}. Lower --lr or raise --warmup_steps; {kept()}")
             bits = val / np.log(2) / data.bytes_per_token
-            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per token, perplexity {np.exp(val):.2f}, "
+            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {unit}, perplexity {np.exp(val):.2f}, "
                 f"{bits:.4f} bits per byte")
             evaluated = step
             if m.rank == 0:

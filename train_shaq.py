@@ -3,7 +3,7 @@ Train SHA-RNN, any of its ablations, or SHAQ, on parallel streams of text read i
 
     python train_shaq.py                                       # a laptop: a small shaq, Python sources, 3 minutes
     python train_shaq.py --preset=sharnn                       # the baseline in the same size; every ablation is a preset
-    python train_shaq.py --preset=shaq --dataset=enwik8 --n_embd=1024     # the paper's run, for a GPU, where it is the default
+    python train_shaq.py --preset=shaq --dataset=enwik8        # the paper's run, for a GPU
     python train_shaq.py --resume                              # go on where out/shaq/ckpt.pt left off
     python model.py --ckpt=out/shaq/ckpt.pt --prompt="def "    # sample from it
 
@@ -184,6 +184,7 @@ def main():
         load_dataset(s["dataset"], s["data_dir"])  # makes pysource where it is not there yet; the others wait
     m.all(True)
     data = load_dataset(s["dataset"], s["data_dir"])
+    unit = "byte" if data.tokenizer == "byte" else "token"
     source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
     if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or resume and ckpt["data"] != source):
         was, now = ("{name} ({tokenizer}, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], source))
@@ -256,7 +257,7 @@ def main():
             if not val < 700:  # too much for exp, or nan
                 die(f"step {step}: validation loss {val}. Lower --lr or raise --warmup_steps; {kept()}")
             bpc = val / math.log(2) / data.bytes_per_token
-            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per token, perplexity {math.exp(val):.2f}, "
+            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {unit}, perplexity {math.exp(val):.2f}, "
                 f"{bpc:.4f} bits per byte (bpc)")
             if m.rank == 0:
                 log(step=step, val_loss=val, perplexity=math.exp(val), bits_per_byte=bpc, minutes=minutes)
