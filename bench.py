@@ -948,7 +948,7 @@ def bench_decode(argv):
                     ("new_tokens", dict(type=number(int, 1), default=64 if gpu else 16, help="steps after the first token")),
                     ("presets", dict(type=names, default="sharnn,shaq", help="of SHAQ, byte by byte")))
     n, rows, todo = args.new_tokens, [], cases(args)
-    known("--presets", args.presets, [p for p, c in SHAQ_PRESETS.items() if "memory" not in c])  # whose step is always the same
+    known("--presets", args.presets, SHAQ_PRESETS)
     copy = bandwidth(m)
     for size, B, T, compiled in todo:
         if compiled:
@@ -1017,7 +1017,7 @@ def generate_rows(args, m, copy):
     t, rows = timed(work, m, max(7, args.runs)), []
     for preset, model in models.items():
         c, s = model.config, t[preset].mean()
-        memory = 0 if c.memory == "none" else len(c.attn_layers) * min(c.mem_len, n) * c.n_embd
+        memory = len(c.attn_layers) * min(dict(full=c.mem_len, mean=1 + c.mean_window, none=0)[c.memory], n) * c.n_embd
         floor = (sum(p.nbytes for p in model.parameters()) + memory * m.dtype.itemsize) / copy
         rows.append((preset, spread(t[preset]), f"{1 / s:,.0f}", f"{floor * 1e3:.3f}", f"{floor / s:.2f}"))
         record(args, preset=preset, seconds_a_byte=t[preset].tolist(), floor=floor)

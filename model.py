@@ -808,13 +808,14 @@ class MemoryAttention(nn.Module):
         else:
             q = self.drop(q)
         q = q.to(m.dtype)
-        if self.config.memory == "mean":
-            x, memory = self.over_mean(q, m, memory)
-        elif isinstance(memory, tuple):
+        if isinstance(memory, tuple) and len(memory) == 2:              # of ring()
             rows, n = memory
-            rows.index_copy_(1, n % rows.size(1), m.to(rows.dtype))
-            x = self.attend(q, rows.to(q.dtype), up_to(n, rows.size(1), q.dtype))
+            place, mask = self.place(n, rows.size(1), q.dtype)
+            rows.index_copy_(1, place, m.to(rows.dtype))
+            x = self.attend(q, rows.to(q.dtype), mask)
             memory = rows, n + 1
+        elif self.config.memory == "mean":
+            x, memory = self.over_mean(q, m, memory)
         else:
             # Published: memory and window together hold at most mem_len positions. Until that cap bites, the output
             # does not depend on where a stream was cut into windows; beyond it, a window's early queries see fewer.
@@ -848,16 +849,35 @@ class MemoryAttention(nn.Module):
             q, m = q[:, n:], m[:, n:]
         return torch.cat(out, dim=1), (C, W, H)
 
-    def ring(self, memory, length):
-        """What forward() takes for one position at a time: memory's rows in length places, (B, length, d), and how many positions there
-        were, an int64 tensor (1,). Attention does not ask for the order of what it sees, so a new row takes the place of the oldest, and no
-        shape changes. Written in place; unring() makes memory of it again."""
-        rows = memory.new_zeros(memory.size(0), length, memory.size(2))
-        rows[:, :memory.size(1)] = memory
-        return rows, torch.full((1,), memory.size(1), device=memory.device)
+    def ring(self, memory, new):
+        """What forward() takes for one position at a time, new of them: memory's rows in as many places as they will need, (B, length, d),
+        and how many positions there were, an int64 tensor (1,). Attention does not ask for the order of what it sees, so a new row takes
+        the place of the oldest, and no shape changes. Written in place; unring() makes memory of it again.
 
-    def unring(self, rows, n):
+        For memory=mean: W and the open window, (B, 1 + p, d), and p positions more where there is a W. It holds until that window closes.
+        """
+        if self.config.memory == "mean":
+            _, W, H = memory
+            rows, n = H.new_zeros(H.size(0), 1 + self.config.mean_window, H.size(2)), W.size(1) * self.config.mean_window + H.size(1)
+            rows[:, :W.size(1)], rows[:, 1:1 + H.size(1)] = W, H
+        else:
+            n = memory.size(1)
+            rows = memory.new_zeros(memory.size(0), max(1, min(self.mem_len, n + new)), memory.size(2))
+            rows[:, :n] = memory
+        return rows, torch.full((1,), n, device=rows.device)
+
+    def place(self, n, length, dtype):
+        "Where the row of position n (1,) goes in a ring of that length, and attend()'s mask (1, length) of the rows it may see"
+        if self.config.memory != "mean":
+            return n % length, up_to(n, length, dtype)
+        i = n % (length - 1)
+        return 1 + i, torch.cat((torch.where(n > i, 0.0, -math.inf).to(dtype)[None], up_to(i, length - 1, dtype)), 1)
+
+    def unring(self, before, rows, n):
+        "What memory, before as ring() took it, has become"
         n, length = int(n), rows.size(1)
+        if self.config.memory == "mean":
+            return before[0], rows[:, :int(n >= length - 1)], rows[:, 1:1 + n % (length - 1)]
         return last(rows[:, :n] if n <= length else rows.roll(-(n % length), 1), self.mem_len)
 
     def attend(self, q, m, mask=None):
@@ -1007,40 +1027,49 @@ class SHAQ(nn.Module):
 
         The state has read all but the last token: generate(idx[:, -1:], ..., state=state) goes on from there.
         temperature=0 takes the most likely token; top_k=None or 0 draws from all; generator as for GPT. On a GPU the
-        model, its state and the draw are one CUDA graph for each byte; not with memory=mean, whose mean is of ever more rows.
+        model, its state and the draw are one CUDA graph for each byte, but for the byte that closes a window of memory=mean.
         """
         generator = generator or torch.Generator().manual_seed(1337)
         uniform = draws(max_new_tokens, temperature, idx, generator)
         token, new, u, out, one = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), uniform.new_empty(len(idx), 1), [idx], None
 
         def step():
-            new.copy_(sample(self.advance(token, state), temperature, top_k, u))
+            new.copy_(sample(self.advance(token, rings), temperature, top_k, u))
 
         with evaluating(self):
-            for i in range(max_new_tokens):
+            windows = idx.split(1024, dim=1)                            # a long prompt is read as training reads it
+            while len(out) <= max_new_tokens:
+                for window in windows:
+                    logits, state = self(window, state=state)
                 if temperature:
-                    u.copy_(uniform[i])
-                if i == 0 or self.config.memory == "mean":
-                    for window in idx.split(1024, dim=1) if i == 0 else (out[-1],):     # a long prompt is read as training reads it
-                        logits, state = self(window, state=state)
-                    new.copy_(sample(logits[:, -1], temperature, top_k, u))             # (B, 1)
-                else:
-                    token.copy_(new)
-                    if one is None:
-                        state = self.rings(state, max_new_tokens)
-                        one = captured(step, idx.device, tensors(state))
-                    one()
+                    u.copy_(uniform[len(out) - 1])
+                new.copy_(sample(logits[:, -1], temperature, top_k, u))                 # (B, 1)
                 out.append(new.clone())
-            if one is not None:
-                state = self.unrings(state)
+                n = max_new_tokens + 1 - len(out)
+                if self.config.memory == "mean":                        # the byte that closes a window is read as a prompt is
+                    n = min([n] + [self.config.mean_window - 1 - m[2].size(1) for _, m in state if m is not None])
+                if n:
+                    fresh = self.rings(state, max_new_tokens)
+                    if one is None:
+                        rings = fresh
+                        one = captured(step, idx.device, tensors(rings))
+                    for old, now in zip(tensors(rings), tensors(fresh)):
+                        old.copy_(now)
+                    for _ in range(n):
+                        token.copy_(new)
+                        if temperature:
+                            u.copy_(uniform[len(out) - 1])
+                        one()
+                        out.append(new.clone())
+                    state = self.unrings(state, rings)
+                windows = out[-1:]
             if not max_new_tokens and idx.size(1) > 1:
                 state = self(idx[:, :-1], state=state)[1]
         return torch.cat(out, dim=1), detach_state(state)
 
     def rings(self, state, n):
         "state for n positions, one at a time: each memory as a ring"
-        return [(s, m if block.attn is None else block.attn.ring(m, max(1, min(block.attn.mem_len, m.size(1) + n))))
-                for block, (s, m) in zip(self.blocks, state)]
+        return [(s, m if block.attn is None else block.attn.ring(m, n)) for block, (s, m) in zip(self.blocks, state)]
 
     def advance(self, token, state):
         "token (B, 1) -> logits of the next (B, V); state, of rings(), is written over: its tensors stay where they are"
@@ -1049,9 +1078,10 @@ class SHAQ(nn.Module):
             old.copy_(new)
         return logits[:, -1]
 
-    def unrings(self, state):
-        "rings() undone"
-        return [(s, m if block.attn is None else block.attn.unring(*m)) for block, (s, m) in zip(self.blocks, state)]
+    def unrings(self, state, rings):
+        "What state has become, of which rings were made"
+        return [(s, m if block.attn is None else block.attn.unring(before, *m))
+                for block, (_, before), (s, m) in zip(self.blocks, state, rings)]
 
     def compile(self, **kw):
         """torch.compile for training, kw as there: a block's code once for all blocks and windows of any length. The LSTM and attention,

@@ -2186,9 +2186,11 @@ def test_shaq_generate_carries_its_state(preset):
 
 
 @pytest.mark.parametrize("mem_len", [1, 9, 30])
-@pytest.mark.parametrize("preset, memory", [("sharnn", "full"), ("shaq", "full"), ("shaq", "none"), ("layers2_heads2", "full")])
+@pytest.mark.parametrize("preset, memory", [("sharnn", "full"), ("shaq", "full"), ("shaq", "none"), ("layers2_heads2", "full"),
+                                            ("shaq", "mean"), ("layers2_heads2", "mean")])
 def test_shaq_generate_in_a_ring_is_position_by_position(preset, memory, mem_len):
-    model = tiny_shaq(preset, memory=memory, mem_len=mem_len).eval()
+    p = {1: 1, 9: 5, 30: 7}[mem_len]  # with memory=mean, 20 bytes close windows of 1, 5 and 7 positions
+    model = tiny_shaq(preset, memory=memory, mem_len=mem_len + (mem_len == 1), mean_window=p).eval()
     prompt = torch.randint(11, (2, 5))
     out, state = model.generate(prompt, 20, temperature=0)
     with torch.no_grad():
@@ -2203,11 +2205,11 @@ def test_shaq_generate_in_a_ring_is_position_by_position(preset, memory, mem_len
     assert torch.equal(model.generate(out[:, -1:], 3, 0, state=state)[0], model.generate(out[:, -1:], 3, 0, state=ordinary)[0])
 
 
-@pytest.mark.parametrize("preset", ["sharnn", "shaq"])
+@pytest.mark.parametrize("preset", ["sharnn", "shaq", "mean_mem"])
 def test_shaq_generation_is_one_graph(preset):
     "What a CUDA graph wants of a step: no shape and no decision hangs on the position, and nothing is read back"
     torch._dynamo.reset()
-    model, graphs = tiny_shaq(preset, mem_len=9).eval(), []
+    model, graphs = tiny_shaq(preset, mem_len=9, mean_window=8).eval(), []
     with torch.no_grad(), torch._dynamo.config.patch(allow_rnn=True):
         step = torch.compile(model.advance, fullgraph=True, dynamic=False,
                              backend=lambda graph, inputs: graphs.append(1) or graph)
