@@ -125,7 +125,8 @@ def hardware(m):
             with open("/proc/cpuinfo") as f:
                 name = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), name)
         name = f"{name}, threads: {torch.get_num_threads()}" if m.device.type == "cpu" else f"{name} (mps)"
-    tf32 = " (products in TF32)" if m.device.type == "cuda" and m.dtype == torch.float32 else ""
+    has_tf32 = m.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    tf32 = " (products in TF32)" if has_tf32 and m.dtype == torch.float32 else ""
     return f"{name}, {str(m.dtype).removeprefix('torch.')}{tf32}, torch {torch.__version__}"
 
 

@@ -380,6 +380,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, grads):
         n, dtype = max(1, HEAD_LOGITS * (1 if x.device.type == "cpu" else 4) // len(weight)), product_dtype(x)
+        less = 2.0 ** (len(x).bit_length() // 2) if dtype == torch.float16 else 1.0  # between too small for fp16 and, summed, too large
         x_, w_ = x.to(dtype), weight.to(dtype)
         grads = grads and any(ctx.needs_input_grad)
         loss, dx, dw = 0.0, torch.empty_like(x_) if grads else None, None
@@ -395,21 +396,21 @@ class HeadLoss(torch.autograd.Function):
                 else:
                     p = logits.sub_(lse).exp_()                                          # softmax
                     p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
-                p = p.to(dtype)                                                          # d loss / d logits, times N
+                p = (p / less).to(dtype) if less > 1 else p.to(dtype)                    # d loss / d logits, times N / less
                 torch.mm(p, w_, out=dx[i:i + n])
                 part = p.T @ x_[i:i + n]
                 dw = (part if dw is None and i + n >= len(x) else
                       part.to(torch.promote_types(dtype, torch.float32)) if dw is None else dw.add_(part))
         if grads:
             ctx.save_for_backward(dx, dw)
-            ctx.dtypes = x.dtype, weight.dtype
+            ctx.dtypes, ctx.less = (x.dtype, weight.dtype), less
         return loss / len(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         dx, dw = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in ctx.saved_tensors)
-        g = g / len(dx)  # only here, in fp32: in fp16 it could leave nothing of p, and a loss scaled up for fp16 would not fit in g
+        g = g * ctx.less / len(dx)  # in fp32, into which a loss scaled up for fp16 fits
         return (dx * g).to(ctx.dtypes[0]), (dw * g).to(ctx.dtypes[1]), None, None
 
 
@@ -523,8 +524,8 @@ class GPT(nn.Module):
         size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         start = max(0, idx.size(1) - size)  # the window is idx[:, start:]
-        cache, done = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None, start
         uniform = draws(max_new_tokens, temperature, idx, generator)
+        cache, done = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None, start
         token, new, at, u = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), idx.new_empty(1), uniform.new_empty(len(idx), 1)
         steps, stride = {}, 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
 
@@ -1063,8 +1064,8 @@ class SHAQ(nn.Module):
                         out.append(new.clone())
                     state = self.unrings(state, rings)
                 windows = out[-1:]
-            if not max_new_tokens and idx.size(1) > 1:
-                state = self(idx[:, :-1], state=state)[1]
+            for window in idx[:, :-1].split(1024, dim=1) if not max_new_tokens and idx.size(1) > 1 else ():
+                state = self(window, state=state)[1]
         return torch.cat(out, dim=1), detach_state(state)
 
     def rings(self, state, n):

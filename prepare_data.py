@@ -32,6 +32,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -221,6 +222,7 @@ def alone(folder):
     """Inside, this process alone prepares folder, and another waits; what a killed one had begun is gone."""
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
+        left = []
         with contextlib.suppress(ImportError, OSError):  # Windows, some network file systems
             import fcntl
             lock = os.open(folder, os.O_RDONLY)
@@ -230,9 +232,9 @@ def alone(folder):
             except BlockingIOError:
                 warn(f"waiting for another process, which prepares {folder}")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-        for name in os.listdir(folder):
-            if re.fullmatch(r".+\.(bin|json)\.\d+\.tmp", name):
-                os.remove(os.path.join(folder, name))
+            left = [name for name in os.listdir(folder) if re.fullmatch(r".+\.(bin|json)\.\d+\.tmp", name)]
+        for name in left:
+            os.remove(os.path.join(folder, name))
         yield
 
 
@@ -246,16 +248,14 @@ class Log:
         claim(self.file)
         folder = os.path.dirname(path) or "."
         if resume_step is None and os.path.exists(os.path.join(folder, "ckpt.pt")):
-            for name in ("ckpt.pt", "best.pt", "log.jsonl"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(os.path.join(folder, f"{name}.old"))
+            shutil.copyfile(path, f"{path}.old")  # not moved: it is open and locked
+            kept = ["log.jsonl.old"]
+            for name in ("best.pt", "ckpt.pt"):  # ckpt.pt last: if this is killed on the way, the next run does it again
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(os.path.join(folder, name), os.path.join(folder, f"{name}.old"))
-            report(f"note: {folder} held an earlier run; its files are now ckpt.pt.old and so on, until the next run takes their place "
-                   "(--resume would have continued it)")
-            self.file.close()
-            self.file = open(path, "a+b", buffering=0)
-            claim(self.file)
+                    kept.append(f"{name}.old")
+            report(f"note: {folder} held an earlier run, which --resume would have continued; until the next one it is kept in "
+                   + ", ".join(kept))
         for name in os.listdir(folder):
             if re.fullmatch(r"(ckpt|best)\.pt\.\d+\.tmp", name):  # of a run that was killed while it wrote
                 os.remove(os.path.join(folder, name))
@@ -696,7 +696,7 @@ def main(argv=None):
     source = DATASETS[dataset]
     if (args.url or args.from_file) and (args.input or not source.url):
         die("--url and --from_file are for data sets that are downloaded; your own text: --input FILE... --name NAME")
-    if args.name and not args.dataset and not args.input:
+    if args.name and name != dataset and not args.dataset and not args.input:
         die(f"--name={args.name} of what? Add --input FILE... or the name of a data set")
     if args.url and args.from_file:
         die("--url and --from_file name two sources: type one of the two")

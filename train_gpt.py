@@ -135,7 +135,8 @@ class Windows:
 def stack(tokens, windows, T, device):
     "These windows' inputs and targets, (n, T) int64 each, on device: one copy there and two views of it"
     rows = torch.from_numpy(np.stack([tokens[i * T:i * T + T + 1] for i in windows.tolist()]))
-    rows = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
+    cuda = device.type == "cuda"  # which alone keeps pinned memory until it is copied
+    rows = (rows.pin_memory() if cuda else rows).to(device, non_blocking=cuda)
     return rows[:, :-1], rows[:, 1:]
 
 
@@ -308,8 +309,8 @@ def main():
             s["paced"] = True
             if s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:
                 s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
-                s["warmup_steps"] = min(s["warmup_steps"], max(step, s["max_steps"] // 10))
-                say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there "
+                say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there"
+                    + f", {s['warmup_steps']} of them warm-up" * (2 * s["warmup_steps"] > s["max_steps"]) + " "
                     "(a new run with --max_minutes=0 takes all, --resume --max_steps=N goes on to N)")
 
     # at the end: a sample, and where everything lies

@@ -84,7 +84,7 @@ def parse(argv=None, prog="train_shaq.py"):
 
 
 # what may change on --resume
-FREE = {"data_dir", "out_dir", "eval_interval", "eval_tokens", "device", "dtype", "compile", "max_steps"}
+FREE = {"data_dir", "out_dir", "eval_interval", "device", "dtype", "compile", "max_steps"}
 
 
 def settle(typed, stored, m):
@@ -130,7 +130,8 @@ def average_length(seed, bptt):
 def read(tokens, streams, length, at, T, device):
     "Tokens at .. at + T of each stream, stream i starting at i * length: inputs and targets, (len(streams), T) int64"
     rows = torch.from_numpy(np.stack([tokens[i * length + at:i * length + at + T + 1] for i in streams]))
-    rows = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
+    cuda = device.type == "cuda"  # which alone keeps pinned memory until it is copied
+    rows = (rows.pin_memory() if cuda else rows).to(device, non_blocking=cuda)
     return rows[:, :-1], rows[:, 1:]
 
 
@@ -149,6 +150,14 @@ def evaluate(model, tokens, eval_tokens, s, m, streams=16):
             nats, state = model(x, y, state)
             loss = loss + (nats if m.device.type == "mps" else nats.double()) * n  # which has no fp64
     return (m.mean(loss * len(mine) / length) * m.world / streams if streams >= m.world else loss / length).item()
+
+
+def best_of(path):
+    "The validation loss of the best checkpoint at path, None without one. A full disk can have kept it from following ckpt.pt."
+    try:
+        return load_checkpoint(path, "SHAQ")["best"]
+    except ValueError:
+        return None
 
 
 # -----------------------------------------------------------------------------
@@ -210,8 +219,6 @@ def main():
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = take(ckpt["state"], streams, m.device)
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
-        if s["eval_tokens"] != ckpt["settings"]["eval_tokens"]:  # a loss on other text says nothing about which is best
-            best, evaluated = math.inf, None
     if s["compile"]:
         model.compile()
     net = m.parallel(model)
@@ -248,7 +255,7 @@ def main():
     # loop
     stop = StopSignal()
     clock, saved, spent, counted = time.perf_counter(), True, 0.0, 0
-    best_saved = True
+    best_saved = True if resume and best_of(best_path) == best else None  # None: no best.pt is this run's, yet
     step = first
     while True:
         last = step >= s["max_steps"]
@@ -321,14 +328,14 @@ def main():
             s["paced"] = True
             if s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:
                 s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
-                s["warmup_steps"] = min(s["warmup_steps"], max(step, s["max_steps"] // 10))
-                say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there "
+                say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there"
+                    + f", {s['warmup_steps']} of them warm-up" * (2 * s["warmup_steps"] > s["max_steps"]) + " "
                     "(a new run with --max_minutes=0 takes all, --resume --max_steps=N goes on to N)")
 
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
-    best_there = m.all(best_saved and os.path.exists(best_path))
+    best_there = m.all(bool(best_saved) and os.path.exists(best_path))
     if best_there:
         model.load_state_dict(load_checkpoint(best_path, "SHAQ")["model"])
     if data.test is not None:
@@ -347,9 +354,9 @@ def main():
         show = best_path if best_there else path
         if saved or best_there:
             say(f"{show}: the model{' at its best validation loss' * best_there} (python model.py --ckpt={quote(show)} --prompt=...); "
-            + f"{path}: at its last step; " * best_there + f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
+            + f"{path}: at its last step; " * (best_there and saved) + f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
     m.leave()
-    if not (saved and best_saved) and m.rank == 0:
+    if (not saved or best_saved is False) and m.rank == 0:
         die(f"the last checkpoint could not be written to {best_path if saved else path}")
 
 
