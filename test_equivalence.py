@@ -2892,7 +2892,8 @@ def test_data_no_network_names_the_ways_out(corpus, capsys):
 def test_data_interrupt_is_one_line_and_keeps_the_part(number, tmp_path):
     with server(bytes(1 << 22), rate=0.1) as (url, _):
         command = [sys.executable, pd.__file__, "enwik8", f"--url={url}", f"--data_dir={tmp_path}"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,  # a shell lets what it starts by & ignore Ctrl-C
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         part = tmp_path / "enwik8" / "enwik8.zip.part"
         while process.poll() is None and not (part.exists() and part.stat().st_size):
             time.sleep(0.02)
