@@ -1221,6 +1221,78 @@ def test_train_defaults_are_for_a_laptop_but_on_cuda(device, size, width):
     assert gpt["max_minutes"] == shaq["max_minutes"] == (0.0 if device == "cuda" else 3.0)
 
 
+def test_hadamard_refuses_what_it_cannot_transform():
+    vector = torch.ones(8)
+    for f in (hadamard_transform, lambda x: hadamard_affine(x, vector, vector),
+              lambda x: hadamard_affine_norm(x, vector, vector, x, vector)):
+        for dtype in (torch.int8, torch.int64, torch.bool):
+            with pytest.raises(TypeError, match="cast it first"):
+                f(torch.ones(2, 8).to(dtype))
+        for shape in ((), (3, 0)):
+            with pytest.raises(ValueError, match="expected"):
+                f(torch.ones(shape))
+
+
+def test_gpt_head_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
+    x, w, y = torch.randn(4096, 16), torch.randn(512, 16), torch.randint(512, (4096,))
+    results = []
+    for half in (False, True):
+        leaf = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        with torch.autocast("cpu", torch.float16, enabled=half):
+            loss = model_py.HeadLoss.apply(*leaf, y, True) * (65536.0 if half else 1.0)  # GradScaler's default
+        results.append([g / (65536.0 if half else 1.0) for g in torch.autograd.grad(loss, leaf)])
+    assert all(error(a, b.double()) < 3e-3 for a, b in zip(results[1], results[0]))
+    one = torch.zeros(16384, dtype=torch.int64)  # one target for all: the sum over rows is largest
+    leaf = [torch.full((16384, 16), 8.0, requires_grad=True), w.clone().requires_grad_()]
+    with torch.autocast("cpu", torch.float16):
+        loss = model_py.HeadLoss.apply(*leaf, one, True)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, leaf))
+
+
+def test_sampling_takes_any_temperature_and_the_smallest_block():
+    logits, u = torch.randn(5, 50), torch.rand(5, 1, dtype=torch.float64)
+    for temperature in (1e-320, 1e-307, 1e-9):
+        assert torch.equal(sample(logits, temperature, None, u), logits.argmax(-1, keepdim=True))
+    m, idx = make(block_size=1), torch.randint(0, 97, (2, 3))
+    assert torch.equal(m.generate(idx, 6, 0), m.generate(idx, 6, 0, use_cache=False))
+    for model in (m, tiny_shaq("shaq")):
+        for prompt, n in ((idx % 11, -1), (idx[:, :0], 2)):
+            with pytest.raises(ValueError, match="expected 0 or more after 1 or more"):
+                model.generate(prompt, n)
+
+
+@pytest.mark.parametrize("preset", ["shaq", "mean_mem"])
+def test_shaq_generate_of_nothing_reads_the_prompt(preset):
+    model, idx = tiny_shaq(preset, mem_len=40, mean_window=9).eval(), torch.randint(11, (2, 1500))
+    out, state = model.generate(idx, 0)
+    assert torch.equal(out, idx)
+    whole, _ = model.generate(idx, 5, 0)
+    assert torch.equal(model.generate(idx[:, -1:], 5, 0, state=state)[0][:, 1:], whole[:, 1500:])
+    assert model.generate(idx[:, :1], 0)[1] is None  # nothing to read yet
+
+
+def test_shaq_state_of_no_block_is_one_line():
+    with pytest.raises(ValueError, match="0 blocks"):
+        tiny_shaq("shaq")(torch.randint(11, (2, 4)), state=[])
+
+
+def test_train_clips_beside_frozen_parameters_and_evaluation_leaves_each_mode():
+    m, idx = make(), torch.randint(0, 97, (2, 8))
+    m.wte.weight.requires_grad_(False)
+    m(idx, idx).backward()
+    grads = [p.grad.clone() for p in m.parameters() if p.grad is not None]
+    norm = model_py.clip_(m, 1e-3)
+    assert norm == pytest.approx(torch.cat([g.flatten() for g in grads]).norm().item(), rel=1e-5)
+    clipped = torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]).norm().item()
+    assert len(grads) < len(list(m.parameters())) and clipped == pytest.approx(1e-3, rel=1e-2)
+    m.train()
+    m.h[0].eval()  # a part kept frozen
+    before = [part.training for part in m.modules()]
+    with model_py.evaluating(m):
+        assert not any(part.training for part in m.modules())
+    assert [part.training for part in m.modules()] == before and len(set(before)) == 2
+
+
 def test_train_reads_every_window_once_an_epoch_in_another_order():
     assert [train_gpt.Windows(np.arange(n), 8, 1, 1).count for n in (128, 129)] == [15, 16]  # the last token is only a target
     windows = train_gpt.Windows(np.arange(129), 8, 4, 1)  # 16 windows, 4 steps an epoch
