@@ -97,6 +97,8 @@ def start(what, doc, argv, *flags):
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
                         help="auto: bfloat16 where that is faster")
     args = parser.parse_args(argv)
+    if start.only_parses:
+        raise Parsed
     with one_line():
         m = machine(args.device, args.dtype)
     if m.world > 1:
@@ -106,6 +108,13 @@ def start(what, doc, argv, *flags):
     args.what, args.run, args.gpu = what, time.strftime("%Y-%m-%d %H:%M:%S"), m.device.type == "cuda"
     args.hardware, args.git = hardware(m), git_commit()
     return args, m
+
+
+start.only_parses = False
+
+
+class Parsed(Exception):
+    "start() stops there while only_parses"
 
 
 def on_gpu(argv):
@@ -1575,6 +1584,13 @@ def main(argv=None):
             return print(__doc__.strip())
         die(f"say what to measure: python bench.py {' | '.join(COMMANDS)}")
     known("WHAT", what, COMMANDS)
+    start.only_parses = True
+    try:
+        for name in what[1:]:  # a flag that the last does not know ends this now, not when all before it are done
+            with contextlib.suppress(Parsed):
+                name == "plot" or COMMANDS[name](argv)
+    finally:
+        start.only_parses = False
     for name in what:
         try:
             COMMANDS[name](argv)

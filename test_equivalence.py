@@ -3460,7 +3460,8 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["compare", "--set=n_layer=2.9"], "'2.9'"), (["compare", "--set=lr=-1"], "0 or more"),
         (["compare", "--set=schedule=kosine"], "cosine"), (["compare", "--model=shaq", "--set=optimizer=sgd"], "lamb"),
         (["train", "--rounds=x"], "--rounds"), (["kernels", "--rows=0"], "--rows"), (["prefill", "--runs=0"], "--runs"),
-        (["compare", "--seed=-1"], "--seed"), (["scaling", "--seed=99999999999999999999"], "--seed")):
+        (["compare", "--seed=-1"], "--seed"), (["scaling", "--seed=99999999999999999999"], "--seed"),
+        (["kernels", "train", "--widths=64"], "bench.py train: unknown flag --widths")):  # before an hour of the first
         fails(capsys, lambda: bench.main(argv), words, status=2)
     for argv, words in ((["train", "--set=attn_out=identity"], "attn_out"), (["train", "--shaq_set=preset=shaq"], "preset"),
                         (["scaling", "--sizes=nano,dva_book"], "--set dataset=NAME")):
