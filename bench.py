@@ -1421,13 +1421,13 @@ def read_logs(paths):
             curve[0]  # IndexError, a LookupError
             config = first["config"]
             name = c.get("preset") or config["attn_out" if config.get("attn", "mha") == "mha" else "attn"]
-            rows.append(dict(name=name, config=config, folder=os.path.basename(os.path.dirname(os.path.abspath(path))),
-                             hardware=first["machine"], run="", curve=curve))
+            made = {k: v for k, v in (c | config).items() if k not in OURS | {"data_dir", "eval_tokens", "max_steps", "paced"}}
+            rows.append(dict(name=name, made=made, hardware=first["machine"], run="", curve=curve))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py, or holds no evaluation yet")
-    for row in rows:  # unlike models of one name go by their folders, too
-        alike = all(other["config"] == row["config"] for other in rows if other["name"] == row["name"])
-        row["title"] = row["name"] if alike else f"{row['name']}, {row['folder']}"
+    for row in rows:  # what is made unlike another of its name says in what; seeds, and how long it took, make none unlike
+        others = [other["made"] for other in rows if other["name"] == row["name"]]
+        row["title"] = ", ".join([row["name"]] + [f"{k}={v}" for k, v in row["made"].items() if any(o.get(k) != v for o in others)])
     return rows
 
 

@@ -3621,11 +3621,11 @@ def test_bench_reads_training_logs(tmp_path):
     assert [row[k] for k in ("title", "hardware", "curve")] == ["shaq", "a CPU", [(0.0, 0, 7.2), (1.0, 2, 5.8)]]
     for name, config in (("a", dict(attn="dva")), ("b", dict(attn="mha")), ("c", dict(attn="mha")), ("d", dict(attn="mha", mlp="none"))):
         os.makedirs(tmp_path / name)
-        head = dict(settings={}, config=config | dict(attn_out="dense"), machine="")
+        head = dict(settings=dict(seed=ord(name), lr=1e-3 if name < "c" else 2e-3), config=config | dict(attn_out="dense"), machine="")
         (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [head, *lines[1:]]))
     logs = [tmp_path / name / "log.jsonl" for name in "abcd"]
-    assert [r["title"] for r in bench.read_logs(logs[:3])] == ["dva", "dense", "dense"]  # two of one model: two seeds
-    assert [r["title"] for r in bench.read_logs(logs[1:])] == ["dense, b", "dense, c", "dense, d"]
+    assert [r["title"] for r in bench.read_logs(logs[:2] + logs[1:2])] == ["dva", "dense", "dense"]  # alike but for the seed
+    assert [r["title"] for r in bench.read_logs(logs[1:])] == ["dense, lr=0.001", "dense, lr=0.002", "dense, lr=0.002, mlp=none"]
     (tmp_path / "x.jsonl").write_text('{"run": "a"}\n{"run": "b"}\n{"ru')
     assert bench.records(tmp_path, "x", None) == [dict(run="b")] and bench.records(tmp_path, "x", "a") == [dict(run="a")]
     (tmp_path / "x.jsonl").write_text('3\n{"a": 1}\n{"run": "b"}\n')
