@@ -1090,6 +1090,7 @@ class SHAQ(nn.Module):
         import torch._dynamo
 
         torch._dynamo.config.recompile_limit = 64  # with state or without, with attention or without, in either dtype: 8 can be too few
+        torch._dynamo.config.optimize_ddp = False  # or DDP cuts each block's code in two, though a block is about one of its buckets
         for part, method in ((MemoryAttention, "forward"), (SHAQBlock, "lstm")):
             if not getattr(getattr(part, method), "_torchdynamo_disable", False):
                 setattr(part, method, torch.compiler.disable(getattr(part, method)))

@@ -1458,6 +1458,35 @@ def test_train_two_processes_are_one_with_accumulation(train, data_dir, tmp_path
     assert all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two)), (one, two)
 
 
+COMPILED = """
+import sys
+sys.path.insert(0, {here!r})
+import torch, train_gpt
+torch.nn.Module.compile = lambda self: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend=cut))
+from torch._dynamo.backends.debugging import aot_eager
+parts = []
+def cut(gm, inputs):
+    parts.append(torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None)  # else of an evaluation
+    return aot_eager(gm, inputs)
+train_gpt.run(train_gpt.main)
+open(sys.argv[0] + ".parts", "w").write(str(sum(parts)))
+"""
+
+
+def test_train_compiled_processes_are_one(train, data_dir, tmp_path):
+    "As torchrun does on GPUs: DDP has the compiled model, loss and all, cut where a bucket of gradients is full"
+    (tmp_path / "compiled.py").write_text(COMPILED.format(here=str(HERE)))
+    flags = "--dropout=0", "--micro_batch=2", "--n_embd=160", "--n_layer=2", "--max_steps=3"
+    line = command(tmp_path / "two", data_dir, *flags, "--compile=1",
+                   tool=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
+    line[line.index(str(HERE / "train_gpt.py"))] = str(tmp_path / "compiled.py")
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and ", compiled; MFU" in done.stdout, done.stderr
+    assert int((tmp_path / "compiled.py.parts").read_text()) > 1
+    one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
+    assert all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two)), (one, two)
+
+
 SLOW_STOP = """
 import os, sys, time
 sys.path.insert(0, {here!r})
