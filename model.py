@@ -21,6 +21,7 @@ import sys
 import time
 import zipfile
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import lru_cache
 
 import torch
@@ -1232,8 +1233,8 @@ class Machine:
         return net
 
     def leave(self):
-        """Every process's last act: to go while another works can abort that one. The barrier moves no tensor of Python's, which a thread
-        of gloo's, if it still held one while Python ends, could not give back: that aborts too."""
+        """Every process's last act with the others: to go while one still counts on it can abort that one. The barrier moves no tensor of
+        Python's, which a thread of gloo's, if it still held one while Python ends, could not give back: that aborts too."""
         if self.world > 1:
             torch.distributed.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
             torch.distributed.destroy_process_group()
@@ -1268,7 +1269,7 @@ def machine(device="auto", dtype="auto"):
         note += f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     m = Machine(device, torch.float32 if dtype == "auto" else getattr(torch, dtype), rank, world, note)
     if world > 1:
-        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))  # all wait for a save
     if dtype != "auto":
         m.note += f"; {dtype}, as asked" + (", its products in TF32" if device.type == "cuda" and dtype == "float32" and has_bf16 else "")
     else:  # on a CPU having them is not enough: where a virtual machine hides the matrix units, a product takes twice fp32's time

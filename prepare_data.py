@@ -287,17 +287,20 @@ class Log:
 
 
 class StopSignal:
-    """Ctrl-C or SIGTERM sets .number, for the loop to save at its next step boundary; a second one ends it at once."""
+    """Ctrl-C, SIGTERM or, but under nohup, a closed terminal sets .number, for the loop to save at its next step boundary; a second one
+    ends it at once, if not within a second: of a signal to a whole group torchrun sends each process another."""
 
     def __init__(self):
-        self.number = 0
-        for s in (signal.SIGINT, signal.SIGTERM):
+        self.number = self.at = 0
+        hangup = [s for s in (getattr(signal, "SIGHUP", None),) if s and signal.getsignal(s) != signal.SIG_IGN]  # Windows has none
+        for s in (signal.SIGINT, signal.SIGTERM, *hangup):
             signal.signal(s, self.receive)
 
     def receive(self, number, frame):
-        if self.number:
+        if not self.number:
+            self.number, self.at = number, time.monotonic()
+        elif time.monotonic() > self.at + 1:
             raise KeyboardInterrupt
-        self.number = number
 
 
 def duration(seconds):

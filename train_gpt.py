@@ -208,12 +208,13 @@ def main():
 
     first, evaluated = 0, None
     if ckpt:
-        model.load_state_dict(ckpt["model"])
-        optimizer.load_state_dict(ckpt["optimizer"])
+        model.load_state_dict(ckpt.pop("model"))  # 16 bytes a parameter, on every process
+        optimizer.load_state_dict(ckpt.pop("optimizer"))
         first = ckpt["step"]
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
     if s["compile"]:
-        model.compile()  # in place: the checkpoint's keys stay as they are
+        # in place: the checkpoint's keys stay as they are. An evaluation's last batch, if smaller, is no reason for symbolic shapes
+        model.compile(dynamic=False)
     net = m.parallel(model)
 
     flops, (peak, peak_from) = model.flops_per_token(), peak_flops(m)
@@ -316,6 +317,7 @@ def main():
     # at the end: a sample, and where everything lies
     if m.device.type == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    m.leave()
     if m.rank == 0:
         try:
             ids = torch.tensor([data.encode("\n")], device=m.device)
@@ -326,7 +328,6 @@ def main():
         if saved:
             say(f"{path}: the model (python model.py --ckpt={quote(path)} --prompt=...); "
                 f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
-    m.leave()
     if not saved and m.rank == 0:
         die(f"the last checkpoint could not be written to {path}")
 

@@ -211,13 +211,13 @@ def main():
     first, at, epoch, best, state, minutes, evaluated = 0, 0, 0, math.inf, None, 0.0, None
     try:
         if ckpt:
-            model.load_state_dict(ckpt["model"])
+            model.load_state_dict(ckpt.pop("model"))  # 12 bytes a parameter with the optimiser's, on every process
     except RuntimeError:
         die(f"{path if resume else stage2} holds another model than these flags make: drop those that change it")
     if resume:
-        optimizer.load_state_dict(ckpt["optimizer"])
+        optimizer.load_state_dict(ckpt.pop("optimizer"))
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
-        state = take(ckpt["state"], streams, m.device)
+        state = take(ckpt.pop("state"), streams, m.device)
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
     if s["compile"]:
         model.compile()
@@ -344,6 +344,7 @@ def main():
         say(f"test, {'best checkpoint' if best_there else 'last step'}: {bpc:.4f} bits per byte")
         if m.rank == 0:
             log(step=step, test_loss=test, test_bits_per_byte=bpc)
+    m.leave()
     if m.rank == 0:
         try:
             ids = torch.tensor([data.encode("\n")], device=m.device)
@@ -355,7 +356,6 @@ def main():
         if saved or best_there:
             say(f"{show}: the model{' at its best validation loss' * best_there} (python model.py --ckpt={quote(show)} --prompt=...); "
             + f"{path}: at its last step; " * (best_there and saved) + f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
-    m.leave()
     if (not saved or best_saved is False) and m.rank == 0:
         die(f"the last checkpoint could not be written to {best_path if saved else path}")
 
