@@ -377,7 +377,7 @@ class Trainer:
                 s["max_steps"] = math.ceil(s["epochs"] * self.length / window)
         self.flops = self.model.flops_per_token(self.T)
         if compiled:
-            self.model.compile()
+            self.model.compile(**(dict(dynamic=False) if kind == "gpt" else {}))
         self.set_steps(s["max_steps"])
 
     def set_steps(self, n):
@@ -1376,6 +1376,8 @@ def bench_plot(argv):
     parser.add_argument("--run", help="the run, by its time as it stands in the records (default the last of each file)")
     parser.add_argument("--format", type=names, default="png", help="png, svg or both")
     args = parser.parse_args(argv)
+    if start.only_parses:
+        raise Parsed
     figures = dict(compare=plot_compare, scaling=plot_scaling, prefill=plot_heatmap, decode=plot_decode)
     known("--what", args.what, figures)
     known("--format", args.format, ["png", "svg"])
@@ -1406,6 +1408,10 @@ def bench_plot(argv):
             f"{', '.join(there)}: one point makes no figure; measure more, such as --T=64,128")
 
 
+NO_OTHER_MODEL = {"out_dir", "data_dir", "seed", "device", "eval_interval", "eval_tokens", "micro_batch", "max_steps", "max_minutes",
+                  "paced", "min_lr", "warmup_steps", "mean_window"}  # settings that make none, or follow from others
+
+
 def read_logs(paths):
     "Each log.jsonl -> a row with its name, hardware and curve [(minutes in steps, steps, bits per byte)]"
     rows = []
@@ -1421,13 +1427,14 @@ def read_logs(paths):
             curve[0]  # IndexError, a LookupError
             config = first["config"]
             name = c.get("preset") or config["attn_out" if config.get("attn", "mha") == "mha" else "attn"]
-            made = {k: v for k, v in (c | config).items() if k not in OURS | {"data_dir", "eval_tokens", "max_steps", "paced"}}
+            made = {k: v for k, v in (c | config).items() if k not in NO_OTHER_MODEL}
             rows.append(dict(name=name, made=made, hardware=first["machine"], run="", curve=curve))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py, or holds no evaluation yet")
-    for row in rows:  # what is made unlike another of its name says in what; seeds, and how long it took, make none unlike
+    for row in rows:  # what is made unlike another of its name says in what
         others = [other["made"] for other in rows if other["name"] == row["name"]]
-        row["title"] = ", ".join([row["name"]] + [f"{k}={v}" for k, v in row["made"].items() if any(o.get(k) != v for o in others)])
+        unlike = [f"{k}={v}" for k, v in row["made"].items() if any(o.get(k) != v for o in others)]
+        row["title"] = ", ".join([row["name"]] + ([u for u in unlike if u.startswith("size=")] or unlike))
     return rows
 
 
@@ -1586,9 +1593,9 @@ def main(argv=None):
     known("WHAT", what, COMMANDS)
     start.only_parses = True
     try:
-        for name in what[1:]:  # a flag that the last does not know ends this now, not when all before it are done
+        for name in what:  # a flag that the last does not know ends this now, not when all before it are done
             with contextlib.suppress(Parsed):
-                name == "plot" or COMMANDS[name](argv)
+                COMMANDS[name](argv)
     finally:
         start.only_parses = False
     for name in what:

@@ -287,8 +287,8 @@ class Log:
 
 
 class StopSignal:
-    """Ctrl-C, SIGTERM or, but under nohup, a closed terminal sets .number, for the loop to save at its next step boundary; a second one
-    ends it at once, if not within a second: of a signal to a whole group torchrun sends each process another."""
+    """Ctrl-C, SIGTERM or a closed terminal (not where nohup has it ignored) sets .number, for the loop to save at its next step boundary;
+    a second one ends it at once, but for the first second: a batch system signals every process, and torchrun passes its own on to each."""
 
     def __init__(self):
         self.number = self.at = 0

@@ -208,7 +208,7 @@ def main():
 
     first, evaluated = 0, None
     if ckpt:
-        model.load_state_dict(ckpt.pop("model"))  # 16 bytes a parameter, on every process
+        model.load_state_dict(ckpt.pop("model"))  # 12 bytes a parameter with the optimiser's, on every process
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first = ckpt["step"]
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation

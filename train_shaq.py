@@ -214,7 +214,9 @@ def main():
             model.load_state_dict(ckpt.pop("model"))  # 12 bytes a parameter with the optimiser's, on every process
     except RuntimeError:
         die(f"{path if resume else stage2} holds another model than these flags make: drop those that change it")
-    if resume:
+    if not resume:
+        ckpt = None
+    else:
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = take(ckpt.pop("state"), streams, m.device)
