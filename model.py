@@ -238,7 +238,8 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     # 2. PyTorch's fused operator, for heads up to 256.
     # 3. S whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where blocks take 11 and 19.
     if T > 1 and (q.device.type == "cpu" or T < S or ((wide or r is not None) and T > v.size(-1))):
-        flat = [None if t is None else t.flatten(0, 1) for t in (q, k, r, v, u)]
+        dtype = product_dtype(q)  # autocast's, as PyTorch's operator does: it might still be on in backward, and cast some of the products
+        flat = [None if t is None else t.flatten(0, 1).to(dtype) for t in (q, k, r, v, u)]
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
         return blocked_attention(*flat, seed, dropout).unflatten(0, q.shape[:2])
     if r is None and not wide:

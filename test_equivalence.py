@@ -754,6 +754,20 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
 
 
 @pytest.mark.parametrize("outer", [False, True])
+def test_gpt_blocked_attention_of_fp32_is_autocasts_with_backward_inside_it_too(outer):
+    leaf = [torch.randn(2, 3, 140, 8, requires_grad=True) for _ in range(5 if outer else 3)]
+    dy, grads = torch.randn(2, 3, 140, 8).bfloat16(), []
+    for inside in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = attention(*leaf)
+            assert y.dtype == torch.bfloat16
+            grads += [torch.autograd.grad(y, leaf, dy)] if inside else []
+        grads += [] if inside else [torch.autograd.grad(y, leaf, dy)]
+    for a, b, true in zip(*grads, torch.autograd.grad(attention(*leaf), leaf, dy.float())):
+        assert torch.equal(a, b) and a.dtype == torch.float32 and error(a, true) < 0.02
+
+
+@pytest.mark.parametrize("outer", [False, True])
 def test_gpt_blocked_attention_dropout(outer, monkeypatch):
     monkeypatch.setattr(model_py, "BLOCK_ROWS", 4)
     leaf = [randn(2, 10, 3, grad=True) for _ in range(5 if outer else 3)]
