@@ -87,38 +87,47 @@ GPTS = [s for s in SIZES if s not in BOOK]  # the sizes of [1], and nano
 # Shared: flags, tables, records, the clock
 
 
-def start(what, doc, argv, *flags):
-    "Parse argv by flags, each (name, settings of add_argument); -> (arguments, machine). --out, --device and --dtype are every command's."
-    parser = Parser(prog=f"bench.py {what}", description=doc)
-    for name, kw in flags:
+COMMANDS = {}
+
+
+def command(flags=lambda gpu: ()):
+    "bench_NAME(args) below is the command NAME; flags(whether it will run on a GPU): its own, each (name, settings of add_argument)"
+    def add(f):
+        COMMANDS[f.__name__.removeprefix("bench_")] = f, flags
+        return f
+    return add
+
+
+def parse(what, argv, gpu):
+    "-> arguments of the command what. All that measure have --out, --device and --dtype."
+    f, flags = COMMANDS[what]
+    parser = Parser(prog=f"bench.py {what}", description=f.__doc__)
+    for name, kw in flags(gpu):
         parser.add_argument(f"--{name}", **kw)
-    parser.add_argument("--out", default=f"out/bench/{what}.jsonl", help="records are appended here")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to measure")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
-                        help="auto: bfloat16 where that is faster")
-    args = parser.parse_args(argv)
-    if start.only_parses:
-        raise Parsed
+    if f is not bench_plot:
+        parser.set_defaults(what=what)
+        parser.add_argument("--out", default=f"out/bench/{what}.jsonl", help="records are appended here")
+        parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to measure")
+        parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
+                            help="auto: bfloat16 where that is faster")
+    return parser.parse_args(argv)
+
+
+def start(args):
+    "-> the machine that a command measures"
     with one_line():
         m = machine(args.device, args.dtype)
     if m.world > 1:
         die("bench.py measures one device: start it without torchrun")
     torch.use_deterministic_algorithms(False)  # which compare, named before this command, may have left on
-    torch.backends.cuda.enable_cudnn_sdp(what not in ("decode", "eval"))  # it plans for tenths of a second for each new number of keys
-    args.what, args.run, args.gpu = what, time.strftime("%Y-%m-%d %H:%M:%S"), m.device.type == "cuda"
+    torch.backends.cuda.enable_cudnn_sdp(args.what not in ("decode", "eval"))  # it plans for tenths of a second for each new number of keys
+    args.run, args.gpu = time.strftime("%Y-%m-%d %H:%M:%S"), m.device.type == "cuda"
     args.hardware, args.git = hardware(m), git_commit()
-    return args, m
-
-
-start.only_parses = False
-
-
-class Parsed(Exception):
-    "start() stops there while only_parses"
+    return m
 
 
 def on_gpu(argv):
-    "Whether a command will run on a GPU, for the defaults of its flags"
+    "Whether commands will run on a GPU, for the defaults of their flags"
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--device", nargs="?", default="auto")  # without a value: the command's own parser will say so
     return torch.cuda.is_available() and parser.parse_known_args(argv)[0].device in ("auto", "cuda")
@@ -299,9 +308,10 @@ def count_params(kind, **config):
     return sum(p.numel() for p in model.parameters())
 
 
-def bench_params(argv):
+@command()
+def bench_params(args):
     "Parameters of every model that the papers count, on the meta device: no weights are made."
-    args, m = start("params", bench_params.__doc__, argv)
+    start(args)
     rows = []
 
     def add(name, paper, n):
@@ -487,22 +497,21 @@ def paper_quality(kind, t):
     return PERPLEXITY[t.s["size"]][1 + OUTS.index(c["attn_out"])] if t.s["size"] in PERPLEXITY and c["attn_out"] in OUTS[:2] else None
 
 
-def bench_compare(argv):
+@command(lambda gpu: (
+    ("model", dict(choices=["gpt", "shaq"], default="gpt", help="train_gpt.py's recipe and model, or train_shaq.py's")),
+    ("variant", dict(action="append", help='name=value,.. of the model or its recipe; repeat the flag. "" is the default model. '
+                                           "Without any: the four output projections, or sharnn and shaq")),
+    ("set", dict(action=Joined, help="name=value,.. for all variants (where not given, runs of seconds on a CPU, minutes on a GPU)")),
+    ("seeds", dict(type=number(int, 1), default=5, help="how many")),
+    ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
+    ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
+    ("points", dict(type=number(int, 1), default=10, help="evaluations a run")),
+    ("compile", dict(type=flag01, default=gpu, help="torch.compile (default 1 on a GPU)"))))
+def bench_compare(args):
     """Two or more variants on the same data in the same order, from the same initial values of the weights they share, with k seeds.
     The first is the baseline: each other's loss minus its loss, seed by seed, is averaged, and its standard error is that over seeds.
     --equal=flops and --equal=time give each variant as many steps as the baseline's FLOPs or seconds allow; schedules are stretched."""
-    args, m = start(
-        "compare", bench_compare.__doc__, argv,
-        ("model", dict(choices=["gpt", "shaq"], default="gpt", help="train_gpt.py's recipe and model, or train_shaq.py's")),
-        ("variant", dict(action="append", help='name=value,.. of the model or its recipe; repeat the flag. "" is the default model. '
-                                               "Without any: the four output projections, or sharnn and shaq")),
-        ("set", dict(action=Joined, help="name=value,.. for all variants (where not given, runs of seconds on a CPU, minutes on a GPU)")),
-        ("seeds", dict(type=number(int, 1), default=5, help="how many")),
-        ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
-        ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
-        ("points", dict(type=number(int, 1), default=10, help="evaluations a run")),
-        ("compile", dict(type=flag01, default=on_gpu(argv), help="torch.compile (default 1 on a GPU)")))
-    kind = args.model
+    m, kind = start(args), args.model
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
     small = dict(gpt=("n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,max_steps=100,warmup_steps=10,eval_tokens=8192",
                       "size=nano,max_steps=1000,eval_tokens=65536"),
@@ -583,18 +592,17 @@ def bench_compare(argv):
 # kernels: bytes are the floor, a plain copy of as much memory is what the floor is worth here
 
 
-def bench_kernels(argv):
+@command(lambda gpu: (
+    ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072" if gpu else "768,1024,2048", help="d")),
+    ("rows", dict(type=number(int, 1), default=65536 if gpu else 4096, help="rows of d numbers")),
+    ("pool", dict(type=names, default="16x1024x1024,1x16384x1024" if gpu else "16x128x256", help="fo-pool's shapes, BxTxH")),
+    ("heads", dict(type=names, default="2x256x768,16x1024x768" if gpu else "2x256x192", help="one wide head's shapes, BxTxd")),
+    ("rounds", dict(type=number(int, 1), default=7, help="interleaved measurements of each"))))
+def bench_kernels(args):
     """hadamard_affine against a dense product, alpha * x + beta and a copy; fo-pool against an LSTM, a loop and a copy; attention with one
     wide head against 12. Share of copy: the bytes that must move, over the time taken, over the same of a copy in the same run. One read
     and one write would be 1."""
-    gpu = on_gpu(argv)
-    args, m = start(
-        "kernels", bench_kernels.__doc__, argv,
-        ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072" if gpu else "768,1024,2048", help="d")),
-        ("rows", dict(type=number(int, 1), default=65536 if gpu else 4096, help="rows of d numbers")),
-        ("pool", dict(type=names, default="16x1024x1024,1x16384x1024" if gpu else "16x128x256", help="fo-pool's shapes, BxTxH")),
-        ("heads", dict(type=names, default="2x256x768,16x1024x768" if gpu else "2x256x192", help="one wide head's shapes, BxTxd")),
-        ("rounds", dict(type=number(int, 1), default=7, help="interleaved measurements of each")))
+    m = start(args)
     for d in args.widths:
         with one_line():
             hadamard_matrix(d)
@@ -821,11 +829,13 @@ def compilers(workers):
         os.environ.update(before)
 
 
-def bench_code(argv):
+@command(lambda gpu: (
+    ("sm", dict(type=int, default=90, help="compute capability: 80, 90, 100, 120")),
+    ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072", help="d, those of SIZES"))))
+def bench_code(args):
     """Instructions an element in the machine code of the Triton kernels, compiled for a GPU that need not be there, beside what an H200 can
     issue while the bytes that must move do so at nine tenths of its memory's rate."""
-    args, m = start("code", bench_code.__doc__, argv, ("sm", dict(type=int, default=90, help="compute capability: 80, 90, 100, 120")),
-                    ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072", help="d, those of SIZES")))
+    start(args)
     dtype = "fp32" if args.dtype == "float32" else "bf16"
     heads = {}
     for c in SIZES.values():
@@ -912,13 +922,12 @@ def cases(args):
     return [(size, B, T, c == "1") for size in args.sizes for c in args.compile for B in args.batch for T in args.T]
 
 
+@command(lambda gpu: speed_flags(gpu, "1024" if gpu else "8", "64" if gpu else "128"))
 @torch.no_grad()
-def bench_prefill(argv):
+def bench_prefill(args):
     """A prompt through the model, logits of every position out, as the memory of the paper's table 3 says that it did. Share of the gain:
     of what identity, no mix at all, gains over dense, how much the variant does."""
-    gpu = on_gpu(argv)
-    args, m = start("prefill", bench_prefill.__doc__, argv, *speed_flags(gpu, "1024" if gpu else "8", "64" if gpu else "128"))
-    rows = []
+    m, rows = start(args), []
     for size, B, T, compiled in cases(args):
         if compiled:
             fresh_compiler()
@@ -948,16 +957,16 @@ def bench_prefill(argv):
                             "paper's gain", "gain ± standard error", "share of identity's gain", "paper, MB", "peak MiB"], rows)
 
 
+@command(lambda gpu: (
+    *speed_flags(gpu, "2048" if gpu else "8", "1" if gpu else "32"),
+    ("new_tokens", dict(type=number(int, 1), default=64 if gpu else 16, help="steps after the first token")),
+    ("presets", dict(type=names, default="sharnn,shaq", help="of SHAQ, byte by byte"))))
 @torch.no_grad()
-def bench_decode(argv):
+def bench_decode(args):
     """Greedy decoding with a static KV cache. First token: the prompt through the model. Then --new_tokens steps, on a GPU launched one
     kernel after another (eager) and captured whole in a CUDA graph. Floor: every weight and the cached keys and values read once a step,
     at the bandwidth of a copy in this run. After that SHAQ, byte by byte."""
-    gpu = on_gpu(argv)
-    args, m = start("decode", bench_decode.__doc__, argv, *speed_flags(gpu, "2048" if gpu else "8", "1" if gpu else "32"),
-                    ("new_tokens", dict(type=number(int, 1), default=64 if gpu else 16, help="steps after the first token")),
-                    ("presets", dict(type=names, default="sharnn,shaq", help="of SHAQ, byte by byte")))
-    n, rows, todo = args.new_tokens, [], cases(args)
+    m, n, rows, todo = start(args), args.new_tokens, [], cases(args)
     known("--presets", args.presets, SHAQ_PRESETS)
     copy = bandwidth(m)
     for size, B, T, compiled in todo:
@@ -1045,19 +1054,17 @@ def random_text(vocab_size, n):
     return SimpleNamespace(name="random", train=tokens, val=tokens[:n // 10], vocab_size=vocab_size, bytes_per_token=1.0)
 
 
-def bench_train(argv):
+@command(lambda gpu: (
+    ("sizes", dict(type=names, default="tiny" if gpu else "nano", help="of the four output projections")),
+    ("models", dict(type=names, default="gpt,book,shaq", help="which of the papers")),
+    ("presets", dict(type=names, default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq", help="of SHAQ")),
+    ("set", dict(default="", action=Joined, help="name=value,.. for the GPTs (on a CPU the two books are 4 layers of 256 if not)")),
+    ("shaq_set", dict(default="", action=Joined, help="the same for SHAQ")),
+    ("compile", dict(type=flag01, default=gpu, help="torch.compile")),
+    ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed"))))
+def bench_train(args):
     "Forward, backward and update of every variant of the three models on random tokens, interleaved: their ratios are of the same minutes."
-    gpu = on_gpu(argv)
-    args, m = start(
-        "train", bench_train.__doc__, argv,
-        ("sizes", dict(type=names, default="tiny" if gpu else "nano", help="of the four output projections")),
-        ("models", dict(type=names, default="gpt,book,shaq", help="which of the papers")),
-        ("presets", dict(type=names, default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq",
-                         help="of SHAQ")),
-        ("set", dict(default="", action=Joined, help="name=value,.. for the GPTs (on a CPU the two books are 4 layers of 256 if not)")),
-        ("shaq_set", dict(default="", action=Joined, help="the same for SHAQ")),
-        ("compile", dict(type=flag01, default=gpu, help="torch.compile")),
-        ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed")))
+    m = start(args)
     known("--models", args.models, ["gpt", "book", "shaq"])
     known("--sizes", args.sizes, SIZES)
     known("--presets", args.presets, SHAQ_PRESETS)
@@ -1067,7 +1074,7 @@ def bench_train(argv):
     if own:
         die(f"train chooses {', '.join(sorted(own))} itself: drop it from --set or --shaq_set, and name what to time in --sizes, --presets")
     # a book's recipe names fp32; here it runs in the precision of the table. Four heads keep [2]'s head width when the model shrinks.
-    less = {} if gpu or args.set else dict(n_layer=4, n_embd=256)
+    less = {} if args.gpu or args.set else dict(n_layer=4, n_embd=256)
     groups = [("gpt", 256 if s == "nano" else 50257, {f"{s}, {o}": dict(size=s, attn_out=o) | common for o in OUTS})
               for s in args.sizes if "gpt" in args.models]
     if "book" in args.models:
@@ -1132,22 +1139,21 @@ def slope(x, y):
     return line[0], error, line
 
 
-def bench_scaling(argv):
+@command(lambda gpu: (
+    ("sizes", dict(type=names, default="2x64,3x96,4x128,4x192" if gpu else "1x16,2x16,2x24,2x32", help="names, or layers x width")),
+    ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
+    ("set", dict(default="", action=Joined, help="name=value,.. for all (on a CPU batches of 2048 tokens, T 128, where not given)")),
+    ("tokens_per_param", dict(type=number(float, 0), default=20.0, help="compute-optimal: 20")),
+    ("seeds", dict(type=number(int, 1), default=1, help="how many")),
+    ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
+    ("compile", dict(type=flag01, default=gpu, help="torch.compile"))))
+def bench_scaling(args):
     """Each size trained on 20 tokens per parameter; loss against compute (6 N D, as the paper counts), and the exponent of loss ~ C^s. Its
     error: from the residuals of the fit, and over seeds, each with its own fit (runs of one seed share data and initial values, so
     differences are paired)."""
-    gpu = on_gpu(argv)
-    args, m = start(
-        "scaling", bench_scaling.__doc__, argv,
-        ("sizes", dict(type=names, default="2x64,3x96,4x128,4x192" if gpu else "1x16,2x16,2x24,2x32",
-                       help="names of sizes, or layers x width")),
-        ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
-        ("set", dict(default="", action=Joined, help="name=value,.. for all (on a CPU batches of 2048 tokens, T 128, where not given)")),
-        ("tokens_per_param", dict(type=number(float, 0), default=20.0, help="compute-optimal: 20")),
-        ("seeds", dict(type=number(int, 1), default=1, help="how many")),
-        ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
-        ("compile", dict(type=flag01, default=gpu, help="torch.compile")))
-    common = settings("gpt", args.set or ("" if gpu else "block_size=128,batch_tokens=2048,lr=4e-3,min_lr=4e-4,eval_tokens=65536"), "--set")
+    m = start(args)
+    small = "" if args.gpu else "block_size=128,batch_tokens=2048,lr=4e-3,min_lr=4e-4,eval_tokens=65536"
+    common = settings("gpt", args.set or small, "--set")
     known("--variants", args.variants, OUTS)
     if own := {"size", "n_layer", "n_embd", "attn_out", "max_steps"} & set(common):
         die(f"scaling chooses {', '.join(sorted(own))} itself: drop it from --set, and name shapes in --sizes, projections in --variants")
@@ -1290,14 +1296,16 @@ class Scorer:
         return out
 
 
-def bench_eval(argv):
+@command(lambda gpu: (
+    ("ckpt", dict(default="out/gpt/ckpt.pt", help="checkpoint of train_gpt.py")),
+    ("tasks", dict(type=names, default="piqa,hellaswag,openbookqa,arc_easy,blimp", help="names that lm_eval knows")),
+    ("include_path", dict(help="folder with task files (YAML) of your own")),
+    ("limit", dict(type=number(int, 1), help="only so many questions of each")),
+    ("batch", dict(type=number(int, 1), default=16, help="sequences at a time"))))
+def bench_eval(args):
     """Zero-shot tasks by EleutherAI's lm_eval (pip install lm_eval): its prompts, its data, its scores. --include_path has tasks of your
     own, offline."""
-    args, m = start("eval", bench_eval.__doc__, argv, ("ckpt", dict(default="out/gpt/ckpt.pt", help="checkpoint of train_gpt.py")),
-                    ("tasks", dict(type=names, default="piqa,hellaswag,openbookqa,arc_easy,blimp", help="names that lm_eval knows")),
-                    ("include_path", dict(help="folder with task files (YAML) of your own")),
-                    ("limit", dict(type=number(int, 1), help="only so many questions of each")),
-                    ("batch", dict(type=number(int, 1), default=16, help="sequences at a time")))
+    m = start(args)
     try:
         from lm_eval import simple_evaluate
         from lm_eval.api.model import LM
@@ -1363,21 +1371,17 @@ def records(folder, what, run_at):
     return [r for r in rows if r["run"] == run_at]
 
 
-def bench_plot(argv):
+@command(lambda gpu: (
+    ("records", dict(default="out/bench", help="folder of the JSONL files")),
+    ("assets", dict(default="out/bench", help="folder for the figures (README's lie in assets)")),
+    ("what", dict(type=names, default="compare,scaling,prefill,decode", help="which records")),
+    ("logs", dict(nargs="+", metavar="FILE", help="log.jsonl files of the training scripts instead: bits per byte against training time")),
+    ("run", dict(help="the run, by its time as it stands in the records (default the last of each file)")),
+    ("format", dict(type=names, default="png", help="png, svg or both"))))
+def bench_plot(args):
     """The papers' figures from out/bench/*.jsonl: loss against steps, FLOPs and time; loss against compute with fits; speed-up over batch
     and length; decoding throughput against batch; bits per byte against time for SHA-RNN's ablations. The papers' points are hollow. Needs
     matplotlib."""
-    parser = Parser(prog="bench.py plot", description=bench_plot.__doc__)
-    parser.add_argument("--records", default="out/bench", help="folder of the JSONL files")
-    parser.add_argument("--assets", default="out/bench", help="folder for the figures (README's lie in assets)")
-    parser.add_argument("--what", type=names, default="compare,scaling,prefill,decode", help="which records")
-    parser.add_argument("--logs", nargs="+", metavar="FILE",
-                        help="log.jsonl files of the training scripts instead: bits per byte against training time")
-    parser.add_argument("--run", help="the run, by its time as it stands in the records (default the last of each file)")
-    parser.add_argument("--format", type=names, default="png", help="png, svg or both")
-    args = parser.parse_args(argv)
-    if start.only_parses:
-        raise Parsed
     figures = dict(compare=plot_compare, scaling=plot_scaling, prefill=plot_heatmap, decode=plot_decode)
     known("--what", args.what, figures)
     known("--format", args.format, ["png", "svg"])
@@ -1577,10 +1581,6 @@ def plot_decode(plt, rows):
         yield f"decode_{size}", fig
 
 
-COMMANDS = dict(params=bench_params, compare=bench_compare, kernels=bench_kernels, code=bench_code, prefill=bench_prefill,
-                decode=bench_decode, train=bench_train, scaling=bench_scaling, eval=bench_eval, plot=bench_plot)
-
-
 def main(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     what = []
@@ -1591,16 +1591,10 @@ def main(argv=None):
             return print(__doc__.strip())
         die(f"say what to measure: python bench.py {' | '.join(COMMANDS)}")
     known("WHAT", what, COMMANDS)
-    start.only_parses = True
-    try:
-        for name in what:  # a flag that the last does not know ends this now, not when all before it are done
-            with contextlib.suppress(Parsed):
-                COMMANDS[name](argv)
-    finally:
-        start.only_parses = False
-    for name in what:
+    gpu = on_gpu(argv)
+    for name, args in [(name, parse(name, argv, gpu)) for name in what]:  # all are parsed first: a flag that the last lacks ends this now
         try:
-            COMMANDS[name](argv)
+            COMMANDS[name][0](args)
         except torch.OutOfMemoryError as e:
             die(f"{name}: out of memory ({str(e).split('. ')[0]}): measure smaller sizes or batches; "
                 "what was measured before is in the records")
