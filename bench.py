@@ -617,17 +617,24 @@ def bench_kernels(args):
         attention_rows(args, m, *map(int, shape.split("x")))
 
 
-def both(f, weights):
-    "x, dy -> gradients of x and weights, through a forward pass"
-    def call(x, dy):
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(f(x), (x, *weights), dy)
+def both(f, weights, n):
+    "n inputs, gradients of f's outputs -> gradients of inputs and weights, through a forward pass"
+    def call(*tensors):
+        x = [t.detach().requires_grad_() for t in tensors[:n]]
+        return torch.autograd.grad(f(*x), (*x, *weights), tensors[n:])
     return call
 
 
-def shares(args, m, title, fields, forward, training, floors, compare_with, times={}):
-    """Time forward and forward + backward, print both. floors {name: elements that must move (forward, both)}, times {name: factor on its
-    time}"""
+def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
+    """Time forward and forward + backward, print both. layers {name: (function, its weights, rings of its inputs, rings of the gradients of
+    its outputs, elements that must move (forward, both) or None)}, copy: rings to copy from and to, times {name: factor on its time}"""
+    forward = {k: in_turn(torch.no_grad()(f), *x) for k, (f, _, x, _, _) in layers.items()}
+    training = {k: in_turn(both(f, w, len(x)), *x, *dy) for k, (f, w, x, dy, _) in layers.items()}
+    floors = {k: floor for k, (*_, floor) in layers.items() if floor}
+    if copy:
+        forward = dict(copy=in_turn(lambda x, y: y.copy_(x), *copy)) | forward
+        floors["copy"] = (2 * copy[0][0].numel(),)
+
     def measure(work):
         turn = dict.fromkeys(work, 1)
         if args.gpu:  # a turn in one CUDA graph: the device's time, not Python's. cuDNN's LSTM and the loop take long enough as they are.
@@ -668,13 +675,10 @@ def affine_rows(args, m, d):
     if h > 1:
         layers["head_hadamard"] = (lambda x: hadamard_affine(x, alpha, beta, h, heads_only=True), (alpha, beta))
 
-    copy = in_turn(lambda x, y: y.copy_(x), x, y)
     N = args.rows * d  # forward: x read, y written; backward: x and dy read, dx written
     shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
            dict(op="affine", d=d, rows=args.rows, n_head=h),
-           dict(copy=copy) | {k: in_turn(torch.no_grad()(f), x) for k, (f, _) in layers.items()},
-           {k: in_turn(both(f, w), x, dy) for k, (f, w) in layers.items()},
-           dict(copy=(2 * N,)) | dict.fromkeys(layers, (2 * N, 5 * N)), "dense")
+           {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()}, "dense", copy=(x, y))
     if hadamard_norm_is_fused(d, h, h > 1):
         weight, shift = random(d, grad=True, dtype=torch.float32), random(d, grad=True, dtype=torch.float32)
 
@@ -682,20 +686,15 @@ def affine_rows(args, m, d):
             r = r + hadamard_affine(x, alpha, beta, h, h > 1)
             return r, F.layer_norm(r, (d,), *low)
 
-        def gradients(f, *weights):
-            def call(x, r, *dy):
-                x, r = x.detach().requires_grad_(), r.detach().requires_grad_()
-                return torch.autograd.grad(f(x, r), (x, r, alpha, beta, *weights), dy)
-            return call
+        def one_pass(x, r):
+            return hadamard_affine_norm(x, alpha, beta, r, weight, shift, n_head=h, heads_only=h > 1)
 
-        one_pass = partial(hadamard_affine_norm, n_head=h, heads_only=h > 1)
-        ends = {"one pass": (lambda x, r: one_pass(x, alpha, beta, r, weight, shift), (weight, shift)), "two steps": (two_steps, low)}
+        # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
+        ends = [x, y], [dy, dy[::-1]], (4 * N, 10 * N)
         shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}",
                dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
-               dict(copy=copy) | {k: in_turn(torch.no_grad()(f), x, y) for k, (f, _) in ends.items()},
-               {k: in_turn(gradients(f, *w), x, y, dy, dy[::-1]) for k, (f, w) in ends.items()},
-               # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
-               dict(copy=(2 * N,)) | dict.fromkeys(ends, (4 * N, 10 * N)), "two steps")
+               {"one pass": (one_pass, (alpha, beta, weight, shift), *ends), "two steps": (two_steps, (alpha, beta, *low), *ends)},
+               "two steps", copy=(x, y))
 
 
 def pool_loop(gates):
@@ -715,21 +714,15 @@ def pool_rows(args, m, B, T, H):
     half = torch.float16 if args.gpu and m.dtype == torch.bfloat16 else m.dtype  # cuDNN's own 16 bits: of old versions it has no other
     lstm = torch.nn.LSTM(H, H, batch_first=True).to(m.device, half)
     gates, x, dh = (ring(lambda n=n: torch.randn(B, T, n, device=m.device).to(m.dtype)) for n in (3 * H, H, H))
-    slow = "loop" if short == T else f"loop, {T / short:g} times {short} steps"
-    layers = {"fo-pool": (lambda g: qrnn_pool(g)[0], gates, ()),
-              "QRNN layer (product and fo-pool)": (lambda x: qrnn(x)[0], x, tuple(qrnn.parameters())),
-              "LSTM layer" + (f" (cuDNN, {str(half)[6:]})" if args.gpu else ""):
-                  (lambda x: lstm(x.to(half))[0].to(x.dtype), x, tuple(lstm.parameters())),
-              slow: (pool_loop, [g[:, :short].contiguous() for g in gates], ())}
-    grads = {slow: [g[:, :short].contiguous() for g in dh]}
-
-    n = B * T * H
+    loop = "loop" if short == T else f"loop, {T / short:g} times {short} steps"
+    lstm_layer = "LSTM layer" + (f" (cuDNN, {str(half)[6:]})" if args.gpu else "")
+    floor = 4 * B * T * H, 11 * B * T * H  # three logits read, h written; backward: logits and dh read, three gradients written
+    layers = {"fo-pool": (lambda g: qrnn_pool(g)[0], (), [gates], [dh], floor),
+              "QRNN layer (product and fo-pool)": (lambda x: qrnn(x)[0], tuple(qrnn.parameters()), [x], [dh], None),
+              lstm_layer: (lambda x: lstm(x.to(half))[0].to(x.dtype), tuple(lstm.parameters()), [x], [dh], None),
+              loop: (pool_loop, (), *([[t[:, :short].contiguous() for t in ring]] for ring in (gates, dh)), floor)}
     shares(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
-           dict(op="fo_pool", B=B, T=T, H=H),
-           dict(copy=in_turn(lambda x, y: y.copy_(x), x, dh)) | {k: in_turn(torch.no_grad()(f), r) for k, (f, r, _) in layers.items()},
-           {k: in_turn(both(f, w), r, grads.get(k, dh)) for k, (f, r, w) in layers.items()},
-           # three logits read, h written; backward: logits and dh read, three gradients written
-           {"copy": (2 * n,), "fo-pool": (4 * n, 11 * n), slow: (4 * n, 11 * n)}, next(k for k in layers if "LSTM" in k), {slow: T / short})
+           dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=(x, dh), times={loop: T / short})
 
 
 def attention_rows(args, m, B, T, d):
@@ -749,8 +742,7 @@ def attention_rows(args, m, B, T, d):
               "dva_outer": (split(lambda q, k, r, v, u: attention(q, k, v, r, u), 1, d, d, d, d, d), 5, 1)}
     x, dy = ({n: ring(lambda n=n: torch.randn(B, T, n * d, device=m.device).to(m.dtype)) for n in ns} for ns in ((3, 4, 5), (1, 2)))
     shares(args, m, f"causal attention, B {B}, T {T}, d {d}", dict(op="attention", B=B, T=T, d=d),
-           {k: in_turn(torch.no_grad()(f), x[n]) for k, (f, n, _) in layers.items()},
-           {k: in_turn(both(f, ()), x[n], dy[w]) for k, (f, n, w) in layers.items()}, {}, next(iter(layers)))
+           {k: (f, (), [x[n]], [dy[w]], None) for k, (f, n, w) in layers.items()}, next(iter(layers)))
 
 
 # -----------------------------------------------------------------------------
