@@ -65,15 +65,14 @@ ABLATIONS = {  # [3, tables 1 and 2]: hours an epoch on a V100, parameters, test
     "attn3": (None, "54M", 1.146), "attn4": (None, "54M", 1.141), "layers3_heads2": (None, "41M", 1.16),
     "layers2_heads2": (None, "29M", 1.164), "layers2": (None, "29M", 1.135), "shaq": (18.5 / 32, "26M", 1.180),
 }
-# [1, tables 3 and 4], one H100: ms, tokens/s and MB, dense then Hadamard. Each memory difference is 4 bytes a weight that is gone (in MiB):
-# those runs kept fp32 weights. Table 3's tokens/s do not follow from its latencies (65,536 tokens in 33 ms are 2.0M/s): both are shown.
+# [1, table 3], one H100: ms, tokens/s and MB, dense then Hadamard. Each memory difference is 4 bytes a weight that is gone (in MiB):
+# those runs kept fp32 weights. The tokens/s do not follow from the latencies (65,536 tokens in 33 ms are 2.0M/s): both are shown.
 PREFILL = {"tiny": ((33.157, 150126, 16264), (32.366, 156133, 16227)), "small": ((84.699, 53154, 21330), (83.204, 55956, 21233)),
            "base": ((129.595, 26921, 26504), (126.442, 28585, 26289)), "large": ((174.158, 16188, 32240), (169.501, 17318, 31857))}
-DECODE = {"tiny": ((39.662, 52820, 7299), (39.002, 53730, 7259)), "small": ((105.232, 19978, 16625), (102.998, 20409, 16529)),
-          "base": ((197.373, 10723, 25540), (189.879, 11135, 25324)), "large": ((262.405, 8025, 35016), (252.954, 8312, 34632))}
-DECODE_V1 = {  # v1, table 3: tokens/s at batch 1024; its latencies are those of 16 new tokens (272 ms * 60,238 / 1024 = 16.0)
-    "tiny": (60238, 59478), "small": (24854, 25797), "base": (13417, 13974), "medium_v1": (7896, 8266), "large_v1": (5353, 5683),
-    "xl_v1": (3605, 3827), "xxl_v1": (2767, 2951)}
+DECODE = {  # tokens/s, by batch and new tokens. v1's latencies are those of 16 tokens (272 ms * 60,238 / 1024 = 16.0)
+    (2048, 64): {"tiny": (52820, 53730), "small": (19978, 20409), "base": (10723, 11135), "large": (8025, 8312)},  # [1, table 4]
+    (1024, 16): {"tiny": (60238, 59478), "small": (24854, 25797), "base": (13417, 13974), "medium_v1": (7896, 8266),  # v1, table 3
+                 "large_v1": (5353, 5683), "xl_v1": (3605, 3827), "xxl_v1": (2767, 2951)}}
 PERPLEXITY = {"small": (1.55e19, 21.54, 21.39), "base": (6.61e19, 17.41, 17.35), "large": (2.06e20, 16.17, 15.70)}  # FLOPs, dense, Hadamard
 ZERO_SHOT = {  # v1, table 4, in percent: dense, Hadamard. It does not say whether acc or acc_norm.
     "small": dict(piqa=(65.9, 64.3), hellaswag=(32.6, 31.6), openbookqa=(27.0, 29.8), arc_easy=(39.4, 38.1), blimp=(80.4, 80.0)),
@@ -994,9 +993,8 @@ def bench_decode(args):
             for i, (out, v) in enumerate(t.items()):
                 floor = (sum(q.nbytes for q in models[out].parameters()) + kv) / copy
                 ours = B / v.mean()
-                table_4 = [row[1] for row in DECODE.get(size, ())] if (B, n) == (2048, 64) else []
-                papers = DECODE_V1.get(size, ()) if (B, n) == (1024, 16) else table_4  # dense, hadamard
-                paper = papers[i] if papers and i < 2 else None
+                papers = DECODE.get((B, n), {}).get(size, ())  # dense, hadamard
+                paper = papers[i] if i < len(papers) else None
                 rows.append((size, f"{B} x {T} + {n}", f"{'compiled, ' if compiled else ''}{mode}", out, paper and f"{paper:,}",
                              f"{ours:,.0f}", paper and f"{ours / paper:.2f} times", f"{t_first[out].mean() * 1e3:.3f}",
                              f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}", f"{floor * 1e3:.3f}",
@@ -1564,8 +1562,9 @@ def plot_decode(plt, rows):
                     if (r["size"], r["T"], r["variant"]) == (size, T, out):
                         best[r["batch"]], new = max(best.get(r["batch"], 0), r["tokens_per_s"]), r["new_tokens"]
                 ax.plot(sorted(best), [best[b] for b in sorted(best)], color=COLORS[i], marker=MARKS[i], label=out)
-                if i < 2 and size in DECODE and new == 64 and 2048 in best:
-                    ax.plot(2048, DECODE[size][i][1], color=COLORS[i], marker="*", ms=12, mfc="none", ls="", label=f"paper, {out}")
+                papers = DECODE[2048, 64].get(size, ())
+                if i < len(papers) and new == 64 and 2048 in best:
+                    ax.plot(2048, papers[i], color=COLORS[i], marker="*", ms=12, mfc="none", ls="", label=f"paper, {out}")
             ax.set(xlabel="batch, sequences", ylabel="tokens/s", title=f"{size}, prompt of {T}")
             ax.set_xscale("log", base=2)
             ax.set_yscale("log")
