@@ -769,27 +769,19 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
         elements, odd = plan["U"] * plan["D"], ("B", "T")
     else:
         plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind)
-        types, odd = dict(x=rows, N="i32", scale="fp32"), ("N", "scale", "eps")
-        elements = plan["R"] * min(d, plan["M"] * plan["P"] * plan["W"])  # of d, not of wider tiles
-        if kind == "grads":
-            fn, types = kernels._hadamard_grads_kernel, types | dict(dy=f"*{residual or dtype}", dalpha="*fp32", dbeta="*fp32")
-        elif kind == "norm backward":
-            fn, plan, types = kernels._hadamard_norm_backward_kernel, plan | dict(RMS=False), types | dict(dnormed=rows, dx=rows)
-            del types["x"]
-            types |= dict.fromkeys(("out", "dout", "dresidual"), f"*{residual or dtype}")
-            types |= dict.fromkeys(("stats", "dweight", "dshift", "alpha", "weight"), "*fp32")
-        elif "norm" in kind:
-            fn, plan = kernels._hadamard_norm_kernel, plan | dict(RMS=False)
-            types |= dict.fromkeys(("residual", "out"), f"*{residual or dtype}") | dict(normed=rows, eps="fp32")
-            types |= dict.fromkeys(("stats", "alpha", "beta", "weight", "shift"), "*fp32")
-        else:
-            fn, types = kernels._hadamard_kernel, types | dict(out=rows)
-            types |= dict.fromkeys(("pre",) if kind == "pre" else ("alpha", "beta"), "*fp32")
+        plan = plan | dict(RMS=False)
+        fn = {"grads": kernels._hadamard_grads_kernel, "norm": kernels._hadamard_norm_kernel,
+              "norm backward": kernels._hadamard_norm_backward_kernel}.get(kind.removesuffix(" few"), kernels._hadamard_kernel)
+        types = dict.fromkeys(("x", "dx", "normed", "dnormed"), rows) | dict(N="i32", scale="fp32", eps="fp32")
+        types |= dict.fromkeys(("residual", "out", "dout", "dresidual", "dy"), f"*{residual or dtype}")
+        types |= dict.fromkeys(("stats", "weight", "shift", "dalpha", "dbeta", "dweight", "dshift"), "*fp32")
+        types |= dict.fromkeys(("pre",) if kind == "pre" else ("alpha", "beta"), "*fp32")
+        elements, odd = plan["R"] * min(d, plan["M"] * plan["P"] * plan["W"]), ("N", "scale", "eps")  # of d, not of wider tiles
     index = {name: (i,) for i, name in enumerate(fn.arg_names)}
     const = {name: plan.get(name) for name in fn.arg_names if name in plan or name not in types}
     source = ASTSource(fn=fn, signature={n: "constexpr" if n in const else types[n] for n in fn.arg_names},
                        constexprs={index[n]: v for n, v in const.items()},
-                       attrs={index[n]: [["tt.divisibility", 16]] for n in types if n not in const and n not in odd})
+                       attrs={index[n]: [["tt.divisibility", 16]] for n in fn.arg_names if n not in const and n not in odd})
     cubin = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps)).asm["cubin"]
     tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
