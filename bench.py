@@ -1030,12 +1030,6 @@ def generate_rows(args, m, copy):
 # train: speed of whole steps
 
 
-def random_text(vocab_size, n):
-    "A data set of random tokens: speed does not hang on the text, and none need be prepared"
-    tokens = np.random.default_rng(0).integers(0, vocab_size, n)
-    return SimpleNamespace(name="random", train=tokens, val=tokens[:n // 10], vocab_size=vocab_size, bytes_per_token=1.0)
-
-
 @command(lambda gpu: (
     ("sizes", dict(type=names, default="tiny" if gpu else "nano", help="of the four output projections")),
     ("models", dict(type=names, default="gpt,book,shaq", help="which of the papers")),
@@ -1060,18 +1054,17 @@ def bench_train(args):
     groups = [("gpt", 256 if s == "nano" else 50257, {f"{s}, {o}": dict(size=s, attn_out=o) | common for o in OUTS})
               for s in args.sizes if "gpt" in args.models]
     if "book" in args.models:
-        book = {"gpt2_book": dict(size="gpt2_book") | less | (dict(n_head=4) if less else {}), "dva_book": dict(size="dva_book") | less,
-                "dva_book, outer form": dict(size="dva_book", attn="dva_outer") | less}
-        groups.append(("gpt", 50257, {k: v | {n: c for n, c in common.items() if n != "n_head" or v["size"] == "gpt2_book"}
-                                      for k, v in book.items()}))
+        one_head = dict(size="dva_book") | less | {k: v for k, v in common.items() if k != "n_head"}
+        groups.append(("gpt", 50257, {"gpt2_book": dict(size="gpt2_book") | less | (dict(n_head=4) if less else {}) | common,
+                                      "dva_book": one_head, "dva_book, outer form": one_head | dict(attn="dva_outer")}))
     if "shaq" in args.models:
         groups.append(("shaq", 205, {p: dict(preset=p) | shaq for p in args.presets}))
     rows, ratios = [], []
     for kind, vocabulary, variants in groups:
         if args.compile:
             fresh_compiler()
-        data = random_text(vocabulary, 2**22)
-        trainers, memory = {}, {}
+        data = SimpleNamespace(train=np.random.default_rng(0).integers(0, vocabulary, 2**22), vocab_size=vocabulary)
+        trainers, memory, rates = {}, {}, {}
         for name, v in variants.items():
             trainers[name] = t = Trainer(kind, v, data, m, 1, compiled=args.compile)
             t.step(0)
@@ -1081,32 +1074,28 @@ def bench_train(args):
             if kind == "shaq":  # full memory from here on: what a long run sees
                 for i in range(math.ceil(t.model.config.mem_len / t.T)):
                     t.step(2 + i)
-        # shaq's windows differ in length, but step i of all variants is the same window; timed() warms up with 0 to 2
-        tokens = {n: t.step_tokens if kind == "gpt" else
-                  sum(train_shaq.window_length(1, i, t.T) for i in range(3, 3 + args.rounds)) / args.rounds * t.B
-                  for n, t in trainers.items()}
-        seconds = timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0)
-        rates = {n: tokens[n] / (s.mean() if kind == "shaq" else np.median(s)) for n, s in seconds.items()}
-        hours = {n: ABLATIONS[n][0] if kind == "shaq" else None for n in rates}
-        for name, s in seconds.items():
-            t, rate = trainers[name], rates[name]
-            paper = 90e6 / (hours[name] * 3600) if hours[name] else None
-            rows.append((name, f"{t.params:,}", f"{tokens[name]:,.0f}", "compiled" if args.compile else "eager",
-                         spread(s), paper and f"{paper:,.0f}", f"{rate:,.0f}", paper and f"{rate / paper:.2f} times",
-                         f"{rate * t.flops / peak:.1%}", memory[name] and f"{memory[name]:,.0f}"))
-            record(args, model=kind, variant=name, seconds=s.tolist(), tokens=tokens[name], tokens_per_s=rate, mfu=rate * t.flops / peak,
+        papers = {n: 90e6 / (ABLATIONS[n][0] * 3600) for n in trainers if kind == "shaq" and ABLATIONS[n][0]}  # tokens/s
+        for name, s in timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0).items():
+            t, tokens, seconds, paper = trainers[name], trainers[name].step_tokens, np.median(s), papers.get(name)
+            if kind == "shaq":  # windows differ in length, but step i of all variants is the same one; timed() warms up with 0 to 2
+                lengths = [train_shaq.window_length(1, i, t.T) for i in range(3, 3 + args.rounds)]
+                tokens, seconds = np.mean(lengths) * t.B, s.mean()
+            rates[name] = rate = tokens / seconds
+            rows.append((name, f"{t.params:,}", f"{tokens:,.0f}", spread(s), paper and f"{paper:,.0f}", f"{rate:,.0f}",
+                         paper and f"{rate / paper:.2f} times", f"{rate * t.flops / peak:.1%}", memory[name] and f"{memory[name]:,.0f}"))
+            record(args, model=kind, variant=name, seconds=s.tolist(), tokens=tokens, tokens_per_s=rate, mfu=rate * t.flops / peak,
                    peak_mib=memory[name], params=t.params, compiled=args.compile)
         base, *others = rates
         for name in others:
-            paper = hours[base] / hours[name] if hours[base] and hours[name] else None
+            paper = papers[name] / papers[base] if name in papers and base in papers else None
             if name == "dva_book":
                 paper = 1 / (1 - 0.376)  # 15 min 47 s -> 9 min 51 s
             x = rates[name] / rates[base]
-            ratios.append((f"{name} against {base}", paper and f"{paper:.2f}", f"{x:.2f}", signed(x - paper if paper else None),
-                           f"{1 / x - 1:+.1%}"))
+            difference = signed(paper and x - paper)
+            ratios.append((f"{name} against {base}", paper and f"{paper:.2f}", f"{x:.2f}", difference, f"{1 / x - 1:+.1%}"))
         del trainers, t
-    table(args, f"Training steps; MFU against {peak / 1e12:.3g} TFLOP/s, {source}", [
-        "model", "parameters", "tokens a step", "", "ms", "paper (V100), tokens/s", "tokens/s", "difference", "MFU", "peak MiB"], rows)
+    table(args, f"Training steps, {'compiled' if args.compile else 'eager'}; MFU against {peak / 1e12:.3g} TFLOP/s, {source}", [
+        "model", "parameters", "tokens a step", "ms", "paper (V100), tokens/s", "tokens/s", "difference", "MFU", "peak MiB"], rows)
     table(args, "Speed ratios of the same run", ["", "paper", "measured", "difference", "time"], ratios)
 
 
