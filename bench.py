@@ -228,6 +228,10 @@ def signed(value, form="{:+.2f}"):
     return None if value is None else form.format(value)
 
 
+def with_error(value, error, form="+.4f"):
+    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form[1:]}}")
+
+
 CACHE = 2**27  # bytes that hardly a last-level cache of today holds, nor twice as many that of a GPU
 
 
@@ -576,12 +580,11 @@ def bench_compare(args):
             del t
     rows = []
     for i, text in enumerate(texts):
-        mean, error = paired(loss[i], loss[0])
         rows.append((f"`{text or 'default'}`", f"{params[i]:,}", f"{steps[i]:,}",
                      paper[i] and (f"{paper[i]} bpc" if kind == "shaq" else f"ppl {paper[i]}"), f"{np.mean(loss[i]):.4f}",
                      f"{np.mean(loss[i]) / math.log(2) / data.bytes_per_token:.4f}",
-                     "baseline" if i == 0 else f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}"),
-                     f"{np.median(rate[i]):,.0f}", peak[i][0] and f"{max(peak[i]):,.0f}"))
+                     "baseline" if i == 0 else with_error(*paired(loss[i], loss[0])), f"{np.median(rate[i]):,.0f}",
+                     peak[i][0] and f"{max(peak[i]):,.0f}"))
     table(args, f"Equal {args.equal}, {args.seeds} seeds, {data.name}, {'compiled' if args.compile else 'not compiled'}",
           ["variant", "parameters", "steps", "paper, its data and size", "validation loss, nats", "bits per byte",
            "difference ± standard error", "tokens/s", "peak MiB"], rows)
@@ -886,7 +889,7 @@ def gains(t):
 
 
 def gain_cells(variant, gain, error, share):
-    return None if variant == "dense" else f"{gain:+.1%}" + ("" if error is None else f" ± {error:.1%}"), share and f"{share:.2f}"
+    return None if variant == "dense" else with_error(gain, error, "+.1%"), share and f"{share:.2f}"
 
 
 def speed_flags(gpu, batch, T):
@@ -1163,26 +1166,23 @@ def bench_scaling(args):
                 print(f"{size} {out} seed {seed}: {t.params:,} parameters, {t.steps:,} steps, {curve[-1][2]:.4f} nats per token",
                       file=sys.stderr)
         for out in args.variants:
-            mean, error = paired([loss[out, size, s] for s in seeds], [loss[args.variants[0], size, s] for s in seeds])
-            paper = papers[out, size]
-            ours = np.mean([loss[out, size, s] for s in seeds])
+            mine, base = ([loss[variant, size, seed] for seed in seeds] for variant in (out, args.variants[0]))
+            ours, paper = np.mean(mine), papers[out, size]
             rows.append((size, out, f"{compute[out, size]:.3g}", paper and f"{paper:.2f}", f"{math.exp(ours):.2f}",
                          signed(paper and math.exp(ours) - paper), f"{ours:.4f}",
-                         None if out == args.variants[0] else f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}")))
+                         None if out == args.variants[0] else with_error(*paired(mine, base))))
     table(args, f"Compute-optimal runs, {args.tokens_per_param:g} tokens per parameter, {data.name}, {args.seeds} seeds",
           ["size", "variant", "FLOPs", "paper's perplexity", "perplexity", "difference", "loss, nats per token",
            f"against {args.variants[0]}"], rows)
     rows, slopes = [], {out: [slope([compute[out, z] for z in sizes], [loss[out, z, k] for z in sizes])[0] for k in seeds]
                         for out in args.variants}
     for out in args.variants:
-        C = [compute[out, size] for size in sizes]
-        s, error, _ = slope(C, [np.mean([loss[out, z, k] for k in seeds]) for z in sizes])
+        s, error, _ = slope([compute[out, z] for z in sizes], [np.mean([loss[out, z, k] for k in seeds]) for z in sizes])
         over_seeds = paired(slopes[out], [0.0] * args.seeds)[1]
-        diff, diff_error = paired(slopes[out], slopes[args.variants[0]])
         paper = slope(*zip(*((c, math.log(p[OUTS.index(out)])) for c, *p in PERPLEXITY.values())))[0] if out in OUTS[:2] else None
         rows.append((out, paper and f"{paper:.4f}", f"{s:.4f}", signed(paper and s - paper, "{:+.4f}"),
                      error and f"{error:.4f}", over_seeds and f"{over_seeds:.4f}",
-                     None if out == args.variants[0] else f"{diff:+.4f}" + ("" if diff_error is None else f" ± {diff_error:.4f}")))
+                     None if out == args.variants[0] else with_error(*paired(slopes[out], slopes[args.variants[0]]))))
         record(args, variant=out, exponent=s, error=error, over_seeds=over_seeds, sizes=list(sizes))
     table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities, on other data", [
         "variant", "paper", "measured", "difference", "standard error of the fit", "over seeds",
