@@ -823,10 +823,8 @@ def bench_code(args):
     issue while the bytes that must move do so at nine tenths of its memory's rate."""
     start(args)
     dtype = "fp32" if args.dtype == "float32" else "bf16"
-    heads = {}
-    for c in SIZES.values():
-        heads.setdefault(c["n_embd"], c["n_head"])
-    known("--widths", map(str, args.widths), [str(d) for d in heads])
+    heads = {c["n_embd"]: c["n_head"] for c in reversed(SIZES.values())}  # of sizes of one width the first's
+    known("--widths", map(str, args.widths), [str(d) for d in sorted(heads)])
     if kernels.triton is None:
         die("code needs Triton: pip install triton")
     args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}, torch {torch.__version__}"
@@ -1366,9 +1364,9 @@ def bench_plot(args):
                      "svg.hashsalt": "0", "legend.frameon": False}
     os.makedirs(args.assets, exist_ok=True)
     made = 0
-    for what in ["logs"] if args.logs else args.what:
-        rows = read_logs(args.logs) if args.logs else records(args.records, what, args.run)
-        for name, fig in (plot_logs if args.logs else figures[what])(plt, rows) if rows else ():
+    for draw, rows in ([(plot_logs, read_logs(args.logs))] if args.logs else
+                       [(figures[what], records(args.records, what, args.run)) for what in args.what]):
+        for name, fig in draw(plt, rows) if rows else ():
             fig.text(0, -0.03, f"{rows[0]['hardware']}, {rows[0]['run'][:10]}".rstrip(", "), fontsize=6, color="0.4")
             for kind in args.format:
                 path = os.path.join(args.assets, f"{name}.{kind}")
@@ -1454,8 +1452,7 @@ def plot_compare(plt, rows):
     yield "compare" if rows[0]["model"] == "gpt" else "compare_shaq", fig
     if rows[0]["model"] == "shaq":
         fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-        presets = {r["preset"]: i for i, r in enumerate(sorted(rows, key=lambda r: -r["index"]))}
-        for k, p in enumerate(sorted(presets)):
+        for k, p in enumerate(sorted({r["preset"] for r in rows})):
             mine = [r for r in rows if r["preset"] == p]
             style = dict(color=COLORS[k % 8], marker=MARKS[k % 8], ls="", label=p)
             axes[0].plot([r["curve"][-1][4] / 60 for r in mine], [r["bits_per_byte"] for r in mine], **style)
@@ -1538,14 +1535,12 @@ def plot_decode(plt, rows):
         fig, axes = plt.subplots(1, len(lengths), figsize=(5.5 * len(lengths), 4), layout="constrained", squeeze=False)
         for ax, T in zip(axes[0], lengths):
             for i, out in enumerate(OUTS):
-                best, new = {}, 0
-                for r in rows:
-                    if (r["size"], r["T"], r["variant"]) == (size, T, out):
-                        best[r["batch"]], new = max(best.get(r["batch"], 0), r["tokens_per_s"]), r["new_tokens"]
+                mine, best = [r for r in rows if (r["size"], r["T"], r["variant"]) == (size, T, out)], {}
+                for r in mine:
+                    best[r["batch"]] = max(best.get(r["batch"], 0), r["tokens_per_s"])
                 ax.plot(sorted(best), [best[b] for b in sorted(best)], color=COLORS[i], marker=MARKS[i], label=out)
-                papers = DECODE[2048, 64].get(size, ())
-                if i < len(papers) and new == 64 and 2048 in best:
-                    ax.plot(2048, papers[i], color=COLORS[i], marker="*", ms=12, mfc="none", ls="", label=f"paper, {out}")
+                if i < 2 and size in DECODE[2048, 64] and any((r["batch"], r["new_tokens"]) == (2048, 64) for r in mine):
+                    ax.plot(2048, DECODE[2048, 64][size][i], color=COLORS[i], marker="*", ms=12, mfc="none", ls="", label=f"paper, {out}")
             ax.set(xlabel="batch, sequences", ylabel="tokens/s", title=f"{size}, prompt of {T}")
             ax.set_xscale("log", base=2)
             ax.set_yscale("log")
