@@ -878,16 +878,16 @@ def deviation(t):
 
 
 def gains(t):
-    """{variant: seconds in each round (rounds,)} -> {variant: (gain in throughput over dense, the standard error of that over rounds, share
-    of the gain that identity attains)}"""
+    """{variant: seconds in each round (rounds,)} -> {variant: gain in throughput over dense, the standard error of that over rounds, share
+    of the gain that identity attains}"""
     mean = {k: v.mean() for k, v in t.items()}
     best = mean["dense"] - mean["identity"]
-    return {k: (mean["dense"] / mean[k] - 1, deviation(t["dense"] / v) / len(v) ** 0.5 if len(v) > 1 else None,
-                (mean["dense"] - mean[k]) / best if best > 0 and k not in ("dense", "identity") else None) for k, v in t.items()}
+    return {k: dict(gain=mean["dense"] / mean[k] - 1, gain_error=deviation(t["dense"] / v) / len(v) ** 0.5 if len(v) > 1 else None,
+                    share=(mean["dense"] - mean[k]) / best if best > 0 and k not in ("dense", "identity") else None) for k, v in t.items()}
 
 
-def gain_cells(variant, gain, error, share):
-    return None if variant == "dense" else with_error(gain, error, "+.1%"), share and f"{share:.2f}"
+def gain_cells(variant, gain, gain_error, share):
+    return None if variant == "dense" else with_error(gain, gain_error, "+.1%"), share and f"{share:.2f}"
 
 
 def speed_flags(gpu, batch, T):
@@ -930,12 +930,11 @@ def bench_prefill(args):
             ms, rate, mb = PREFILL[size][i] if size in PREFILL and (B, T) == (1024, 64) and i < 2 else (None, None, None)
             paper_gain = rate / PREFILL[size][0][1] - 1 if rate and i == 1 else None
             rows.append((size, f"{B} x {T}", "compiled" if compiled else "eager", out, ms,
-                         f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}",
-                         signed(ms and v.mean() * 1e3 - ms, "{:+.2f} ms"), f"{B * T / v.mean():,.0f}", rate,
-                         paper_gain and f"{paper_gain:+.1%}", *gain_cells(out, *gain[out]), mb,
-                         peak[out] and f"{peak[out]:,.0f}"))
+                         f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}", signed(ms and v.mean() * 1e3 - ms, "{:+.2f} ms"),
+                         f"{B * T / v.mean():,.0f}", rate,
+                         paper_gain and f"{paper_gain:+.1%}", *gain_cells(out, **gain[out]), mb, peak[out] and f"{peak[out]:,.0f}"))
             record(args, size=size, batch=B, T=T, compiled=compiled, variant=out, seconds=v.tolist(), tokens_per_s=B * T / v.mean(),
-                   gain=gain[out][0], gain_error=gain[out][1], share=gain[out][2], peak_mib=peak[out])
+                   peak_mib=peak[out], **gain[out])
         del work, models, model
     table(args, "Prefill", ["size", "batch x T", "", "variant", "paper, ms", "measured, ms", "difference", "tokens/s", "paper, tokens/s",
                             "paper's gain", "gain ± standard error", "share of identity's gain", "paper, MB", "peak MiB"], rows)
@@ -980,9 +979,9 @@ def bench_decode(args):
                 graph[out] = replay(steps, m)
         t_first = timed(first, m, args.runs, least=0.0)
         kv = sum(t.nbytes for c in cache for t in c) * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
-        for mode, work in (("eager", eager), ("graph", graph)):
+        for mode, work in [("eager", eager)] + [("graph", graph)] * args.gpu:
             t = {k: v / n for k, v in timed(work, m, args.runs, least=0.0).items()}
-            gain = gains(t) if t else {}
+            gain = gains(t)
             for i, (out, v) in enumerate(t.items()):
                 floor = (sum(q.nbytes for q in models[out].parameters()) + kv) / copy
                 ours = B / v.mean()
@@ -992,10 +991,9 @@ def bench_decode(args):
                              f"{ours:,.0f}", paper and f"{ours / paper:.2f} times", f"{t_first[out].mean() * 1e3:.3f}",
                              f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}", f"{floor * 1e3:.3f}",
                              f"{floor / v.mean():.2f}", f"{paper / papers[0] - 1:+.1%}" if paper and i == 1 else None,
-                             *gain_cells(out, *gain[out]), peak[out] and f"{peak[out]:,.0f}"))
+                             *gain_cells(out, **gain[out]), peak[out] and f"{peak[out]:,.0f}"))
                 record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(),
-                       tokens_per_s=ours, seconds_first=t_first[out].tolist(), floor=floor, gain=gain[out][0],
-                       gain_error=gain[out][1], share=gain[out][2], peak_mib=peak[out])
+                       tokens_per_s=ours, seconds_first=t_first[out].tolist(), floor=floor, peak_mib=peak[out], **gain[out])
         del first, eager, graph, models, model, cache, prompt, steps, work
     table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
         "size", "batch x prompt + new", "", "variant", "paper, tokens/s", "tokens/s", "difference", "first token, ms", "then ms a token",
