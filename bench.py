@@ -585,7 +585,8 @@ def bench_compare(args):
                      f"{np.mean(loss[i]) / math.log(2) / data.bytes_per_token:.4f}",
                      "baseline" if i == 0 else with_error(*paired(loss[i], loss[0])), f"{np.median(rate[i]):,.0f}",
                      peak[i][0] and f"{max(peak[i]):,.0f}"))
-    table(args, f"Equal {args.equal}, {args.seeds} seeds, {data.name}, {'compiled' if args.compile else 'not compiled'}",
+    table(args, f"Equal {args.equal}, {args.seeds} seed{'s' * (args.seeds > 1)}, {data.name}, "
+          f"{'compiled' if args.compile else 'not compiled'}",
           ["variant", "parameters", "steps", "paper, its data and size", "validation loss, nats", "bits per byte",
            "difference ± standard error", "tokens/s", "peak MiB"], rows)
 
@@ -879,15 +880,17 @@ def deviation(t):
 
 def gains(t):
     """{variant: seconds in each round (rounds,)} -> {variant: gain in throughput over dense, the standard error of that over rounds, share
-    of the gain that identity attains}"""
+    of the gain that identity attains, where that is one: more than its error}"""
     mean = {k: v.mean() for k, v in t.items()}
-    best = mean["dense"] - mean["identity"]
-    return {k: dict(gain=mean["dense"] / mean[k] - 1, gain_error=deviation(t["dense"] / v) / len(v) ** 0.5 if len(v) > 1 else None,
-                    share=(mean["dense"] - mean[k]) / best if best > 0 and k not in ("dense", "identity") else None) for k, v in t.items()}
+    gain = {k: mean["dense"] / v - 1 for k, v in mean.items()}
+    error = {k: deviation(t["dense"] / v) / len(v) ** 0.5 if len(v) > 1 else None for k, v in t.items()}
+    best = mean["dense"] - mean["identity"] if gain["identity"] > (error["identity"] or 0) else None
+    return {k: dict(gain=gain[k], gain_error=error[k], share=(mean["dense"] - mean[k]) / best if best and "hadamard" in k else None)
+            for k in t}
 
 
 def gain_cells(variant, gain, gain_error, share):
-    return None if variant == "dense" else with_error(gain, gain_error, "+.1%"), share and f"{share:.2f}"
+    return None if variant == "dense" else with_error(gain, gain_error, "+.1%"), signed(share, "{:.2f}")
 
 
 def speed_flags(gpu, batch, T):
@@ -1167,7 +1170,8 @@ def bench_scaling(args):
             rows.append((size, out, f"{compute[out, size]:.3g}", paper and f"{paper:.2f}", f"{math.exp(ours):.2f}",
                          signed(paper and math.exp(ours) - paper), f"{ours:.4f}",
                          None if out == args.variants[0] else with_error(*paired(mine, base))))
-    table(args, f"Compute-optimal runs, {args.tokens_per_param:g} tokens per parameter, {data.name}, {args.seeds} seeds",
+    table(args, f"Compute-optimal runs, {args.tokens_per_param:g} tokens per parameter, {data.name}, "
+          f"{args.seeds} seed{'s' * (args.seeds > 1)}",
           ["size", "variant", "FLOPs", "paper's perplexity", "perplexity", "difference", "loss, nats per token",
            f"against {args.variants[0]}"], rows)
     rows, slopes = [], {out: [slope([compute[out, z] for z in sizes], [loss[out, z, k] for z in sizes])[0] for k in seeds]
@@ -1435,7 +1439,7 @@ def plot_compare(plt, rows):
         curves = np.array([[[p[0], p[3], p[0] * pace, p[2]] for p in r["curve"][1:]] for r in mine])  # (seeds, points, 4); no start
         mean, error = curves.mean(0), curves[..., 3].std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else None
         for ax, x in zip(axes, mean.T[:3]):
-            ax.plot(x, mean[:, 3], color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, label=name)
+            ax.plot(x, mean[:, 3], color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, ls=("-", "--", ":")[i // 8 % 3], label=name)
             if error is not None:
                 ax.fill_between(x, mean[:, 3] - error, mean[:, 3] + error, color=COLORS[i % 8], alpha=0.2, lw=0)
         if i:

@@ -3582,6 +3582,8 @@ def test_bench_timing_interleaves_and_warms_up():
     assert list(gain["hadamard"].values()) == pytest.approx([2 / 1.7 - 1, (1.9 / 1.6 - 2.1 / 1.8) / 2, 0.6])  # paired, round by round
     assert gain["dense"]["gain"] == gain["dense"]["gain_error"] == 0 and gain["identity"]["share"] is None
     assert gain["head_hadamard"]["share"] == pytest.approx(-0.2)
+    noise = bench.gains({k: np.array(v) for k, v in (seconds | dict(identity=[1.4, 2.5])).items()})
+    assert 0 < noise["identity"]["gain"] < noise["identity"]["gain_error"] and noise["hadamard"]["share"] is None
 
 
 def small_gpt(**config):
