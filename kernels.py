@@ -14,9 +14,11 @@ function _reverse_mode_only, and all from that comment on: each half needs torch
 [QRNN] Bradbury et al., Quasi-Recurrent Neural Networks, arXiv:1611.01576
 """
 import math
+import operator
 from functools import lru_cache
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:
     import triton
@@ -72,7 +74,6 @@ def _check_order(n, what="n"):
                          f"the nearest that work are {' and '.join(map(str, low + high))}")
 
 
-@lru_cache(64)
 def _paley(m):
     "Symmetric Hadamard matrix of order m by Paley's constructions, int8, on the CPU"
     second = _paley_order(m) == 2
@@ -104,12 +105,13 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
     order, so that H_n (x) H_p is again hadamard_matrix(n * p) when p is a power of two. ValueError for any other n, naming the nearest
     orders that work.
     """
+    n = operator.index(n) if hasattr(n, "__index__") else n  # numpy's integers are none of Python's
     _check_order(n)
     m, _ = _split_order(n)
     H = _paley(m) if m > 1 else torch.ones(1, 1, dtype=torch.int8, device="cpu")
     while len(H) < n:
         H = torch.kron(H, H.new_tensor([[1, 1], [1, -1]]))
-    return H.to(device=device, dtype=dtype, copy=True)  # not the cached one
+    return H.to(device=device, dtype=dtype)
 
 
 # -----------------------------------------------------------------------------
@@ -160,7 +162,8 @@ def _blocks(x, n_head, heads_only):
 
 def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
     r, transform = _blocks(x, n_head, heads_only)
-    out, dtype = torch.empty_like(x), x.dtype
+    out, dtype, least = torch.empty_like(x), x.dtype, torch.promote_types(x.dtype, torch.float32)
+    alpha, beta, pre = (v if v is None else v.to(torch.promote_types(v.dtype, least)) for v in (alpha, beta, pre))  # times scale, exactly
     for v in (alpha, beta, pre):
         dtype = dtype if v is None else torch.promote_types(dtype, v.dtype)
     wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # 16-bit rows, fp32 vectors: rounded once, on the way out
@@ -572,7 +575,8 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             W = min(A * C, max(A, 1 << (max(1, warps * 32 * each // R) - 1).bit_length()))
         P = A * C // W
         C = CW = C // P
-    signs = sum(1 << i for i, v in enumerate(hadamard_matrix(M, torch.int8, "cpu").flatten().tolist()) if v < 0) if M > 1 else 0
+    with _disable_current_modes():  # a tensor made under FakeTensorMode has no numbers
+        signs = sum(1 << i for i, v in enumerate(hadamard_matrix(M, torch.int8, "cpu").flatten().tolist()) if v < 0)
     log = lambda n: n.bit_length() - 1
     return dict(D=d, M=M, P=P, LOG_P=log(P), C=C, CW=CW, W=W, LOG_W=log(W), SIGNS=signs, PAIRS=M > 1 and _paley_order(M) == 2, R=R,
                 INNER=inner), warps

@@ -28,7 +28,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, qrnn_pool
+from kernels import _reverse_mode_only, hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, qrnn_pool
 
 # -----------------------------------------------------------------------------
 # GPT: settings
@@ -230,6 +230,8 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     (1, S) in the dtype of q, 0 where the query may look and -inf elsewhere.
     """
     T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
+    if T > 1 and mask is not None:
+        raise ValueError(f"attention is causal: a mask goes with one query, and here are {T}")
     # One of three ways:
     # 1. Blocks of query rows: on a CPU, over a memory, and where no flash kernel serves (heads above 256, the outer form) and S is larger
     #    than v. A kernel of our own would lack registers for sums 768 or 1,536 wide [2] and form S anew for every few hundred columns, 1.7
@@ -238,6 +240,7 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     # 2. PyTorch's fused operator, for heads up to 256.
     # 3. S whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where blocks take 11 and 19.
     if T > 1 and (q.device.type == "cpu" or T < S or ((wide or r is not None) and T > v.size(-1))):
+        _reverse_mode_only("attention")
         dtype = product_dtype(q)  # autocast's, as PyTorch's operator does: it might still be on in backward, and cast some of the products
         flat = [None if t is None else t.flatten(0, 1).to(dtype) for t in (q, k, r, v, u)]
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
@@ -451,10 +454,19 @@ class GPT(nn.Module):
         if c.tie_weights:
             self.lm_head.weight = self.wte.weight
         if c.pos == "rope":
-            cos, sin = rope_table(c.block_size, c.n_embd // c.n_head)
-            self.register_buffer("cos", cos.view(torch.int32), persistent=False)  # their bits: model.bfloat16() would round the angles
-            self.register_buffer("sin", sin.view(torch.int32), persistent=False)
+            for name, table in zip(("cos", "sin"), rope_table(c.block_size, c.n_embd // c.n_head)):
+                self.register_buffer(name, table, persistent=False)
         self.init_weights()
+
+    def _apply(self, fn, recurse=True):
+        "Behind .to(), .bfloat16(), .to_empty() and the like: what a cast would round, and what a model made on the meta device lacks"
+        super()._apply(fn, recurse)
+        if self.config.pos == "rope" and not self.cos.is_meta:
+            table = rope_table(self.config.block_size, self.config.n_embd // self.config.n_head)
+            self.cos, self.sin = (t.to(self.cos.device) for t in table)
+        if self.config.tie_weights:  # .to_empty() makes two parameters of one
+            self.lm_head.weight = self.wte.weight
+        return self
 
     @torch.no_grad()
     def init_weights(self):
@@ -493,7 +505,7 @@ class GPT(nn.Module):
         x = self.wte(idx)                                                                # (B, T, d)
         if self.wpe is not None:
             x = x + self.wpe.weight[at]
-        table = [bits[at].view(torch.float32) for bits in (self.cos, self.sin)] if self.config.pos == "rope" else None
+        table = (self.cos[at], self.sin[at]) if self.config.pos == "rope" else None
         x = self.drop(x)
         for i, block in enumerate(self.h):
             x = block(x, table, cache[i] if cache is not None else None, at, mask)
@@ -657,10 +669,14 @@ def fold_hadamard(model):
     if c.attn_out != "hadamard" or hadamard_heads(c) != c.n_head:
         raise ValueError(f"fold_hadamard takes attn_out='hadamard' with a head count and head width that are Hadamard orders; got "
                          f"attn_out={c.attn_out!r}, {c.n_head} heads of {c.n_embd // c.n_head}")
-    folded = GPT(replace(c, attn_out="head_hadamard")).to(model.wte.weight)
-    folded.load_state_dict(model.state_dict())
+    w = model.wte.weight
+    with torch.device("meta"):  # no weights are drawn: sampling or training around this goes on as without it
+        folded = GPT(replace(c, attn_out="head_hadamard"))
+    folded.to(w.dtype).to_empty(device=w.device).load_state_dict(model.state_dict())
+    for p, q in zip(folded.parameters(), model.parameters()):
+        p.requires_grad_(q.requires_grad)
     d_h = c.n_embd // c.n_head
-    H = hadamard_matrix(d_h, torch.float64, model.wte.weight.device) * d_h ** -0.5
+    H = hadamard_matrix(d_h, torch.float64, w.device) * d_h ** -0.5
     for block in folded.h:
         for p in block.attn.c_attn.parameters():  # weight (3d, d) and bias (3d,); the last d rows are V's
             v = p[2 * c.n_embd:]
@@ -1097,7 +1113,7 @@ class SHAQ(nn.Module):
             if not getattr(getattr(part, method), "_torchdynamo_disable", False):
                 setattr(part, method, torch.compiler.disable(getattr(part, method)))
         for block in self.blocks:
-            block.compile(dynamic=True, **kw)
+            block.compile(**dict(dynamic=True) | kw)
 
     def collapse(self):
         """Precompute the value gates (at d = 1024, 2,099,200 parameters less). For inference only; returns self."""

@@ -348,7 +348,8 @@ def encode(tokenizer, text):
 
 def decode(tokenizer, ids):
     """Sequence of int -> str; bytes that are no UTF-8 become U+FFFD."""
-    return bytes(ids).decode(errors="replace") if tokenizer == "byte" else gpt2().decode(list(ids))
+    ids = list(ids)  # of an array or a tensor bytes() would be its memory
+    return bytes(ids).decode(errors="replace") if tokenizer == "byte" else gpt2().decode(ids)
 
 
 def safe_chunks(text, size):
@@ -712,7 +713,10 @@ def main(argv=None):
     tokenizer, folder = args.tokenizer or source.tokenizer, os.path.join(args.data_dir, name)
     if dataset == "fineweb10B" and (tokenizer != "gpt2" or not 1 <= shards <= 103):
         die("fineweb10B is tokenised with gpt2 already, and has --shards from 1 to 103")
-    raw = b"".join(read(path, utf8=tokenizer == "gpt2") for path in args.input or ())
+    for path in args.input or ():
+        if os.path.realpath(path) in [os.path.realpath(os.path.join(folder, n)) for n in ("train.bin", "val.bin", "meta.json")]:
+            die(f"{path} would be written over: the prepared data goes there; take another --name")
+    raw = b"".join(read(path, utf8=tokenizer == "gpt2").removeprefix(codecs.BOM_UTF8) for path in args.input or ())
     with alone(folder):
         if args.input:
             prepare(folder, name, tokenizer, raw, ", ".join(args.input))

@@ -124,7 +124,6 @@ def test_hadamard_matrix_is_symmetric_and_orthogonal_for_every_order():
     orders = [n for n in range(1, 4097) if kernels._split_order(n)]
     for n in orders:
         H = hadamard_matrix(n)
-        kernels._paley.cache_clear()  # hundreds of them would fill the memory
         X = torch.randint(0, 2, (n, 8)).mul_(2).sub_(1).float()  # +-1: every wrong row of H H or H^T survives a column with probability 1/2
         HX = H @ X
         assert torch.equal((X.T @ H).T, HX), n  # H^T X = H X
@@ -141,6 +140,16 @@ def test_hadamard_matrix_kronecker_identity():
     assert torch.equal(hadamard_matrix(4, torch.int64), torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]))
     hadamard_matrix(12, torch.int8).zero_()
     assert hadamard_matrix(12, torch.int8).all()  # what the caller does to it is the caller's
+    assert torch.equal(hadamard_matrix(np.int64(12)), hadamard_matrix(12))
+
+
+def test_hadamard_matrix_made_under_a_fake_tensor_mode_is_not_kept():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    for cached in (kernels._factors, kernels._plan):
+        cached.cache_clear()
+    with FakeTensorMode():  # torch.export's, and that of tools which plan memory
+        hadamard_matrix(12), GPT(GPTConfig(n_layer=1, n_head=12, n_embd=48, vocab_size=64, attn_out="hadamard"))
+    assert type(hadamard_matrix(12)) is torch.Tensor and torch.equal(hadamard_transform(torch.eye(12)), hadamard_matrix(12))
 
 
 def test_hadamard_order_that_does_not_exist_names_the_nearest():
@@ -193,6 +202,13 @@ def test_hadamard_16_bit_rounds_the_numbers_and_not_the_scale():
     for out, exact in zip(y, (x.double() @ H, (x.double() * alpha.double()) @ H)):
         assert abs((out.double() * exact).sum() / exact.square().sum() - 1) < 2e-4
         assert error(out, exact) < 1.9 * error(exact.bfloat16(), exact)
+
+
+def test_hadamard_affine_does_not_round_16_bit_vectors_again():
+    x, alpha, beta = torch.randn(64, 768, requires_grad=True), torch.rand(768).add(0.5).bfloat16(), torch.randn(768).bfloat16()
+    y, exact = hadamard_affine(x, alpha, beta), hadamard_affine(x.double(), alpha.double(), beta.double())
+    assert error(y, exact) < 1e-6
+    assert error(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(exact.sum(), x)[0]) < 1e-6
 
 
 def test_hadamard_norm_is_as_exact_as_the_wider_of_its_inputs():
@@ -720,7 +736,9 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
     low = fold_hadamard(m.bfloat16())
     assert low.wte.weight.dtype == torch.bfloat16 and torch.equal(low.cos, folded.cos) and error(low(idx), x) < 0.05  # angles as exact
-    assert fold_hadamard(m.train()).training
+    state = torch.get_rng_state()
+    assert fold_hadamard(m.train()).training and torch.equal(torch.get_rng_state(), state)
+    assert not any(p.requires_grad for p in fold_hadamard(m.requires_grad_(False)).parameters())
 
 
 def test_gpt_fold_hadamard_says_what_it_takes():
@@ -751,6 +769,20 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
     if not outer and not past:
         q, k, v = (t.detach()[:, None] for t in (q, k, v))
         assert error(attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)) < 1e-12
+
+
+def test_gpt_attention_takes_a_mask_for_one_query_only():
+    q = torch.randn(1, 2, 5, 4)
+    with pytest.raises(ValueError, match="a mask goes with one query"):
+        attention(q, q, q, mask=torch.zeros(1, 5))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of its jvp
+def test_gpt_attention_has_no_forward_mode_and_says_so():
+    q = torch.randn(1, 2, 5, 4)
+    for f in (lambda q: attention(q, q, q), lambda q: attention(q, q, q, q, q)):
+        with pytest.raises(NotImplementedError, match="reverse mode only"):
+            torch.func.jvp(f, (q,), (q,))
 
 
 @pytest.mark.parametrize("outer", [False, True])
@@ -1037,6 +1069,21 @@ def test_gpt_sees_no_later_token_and_rope_only_distances():
     angle = 9 * 10000 ** (-torch.arange(4) / 4)
     assert torch.allclose(at(torch.tensor([1.0, 0.0] * 4), 9), torch.stack((angle.cos(), angle.sin()), -1).flatten(), atol=1e-5)
     assert torch.allclose(at(q, 9) @ at(k, 4), at(q, 35) @ at(k, 30), atol=1e-5) and torch.allclose(at(q, 9).norm(), q.norm())
+
+
+@pytest.mark.parametrize("tie_weights", [True, False])
+def test_gpt_made_on_the_meta_device_is_the_gpt(tie_weights):
+    m, idx = make(tie_weights=tie_weights), torch.randint(0, 97, (2, 12))
+    with torch.device("meta"):
+        loaded, drawn = GPT(m.config).eval(), GPT(m.config).eval()
+    loaded.to_empty(device="cpu").load_state_dict(m.state_dict())
+    assert (loaded.lm_head.weight is loaded.wte.weight) == tie_weights and torch.equal(loaded(idx), m(idx))
+    assert loaded.num_params() == m.num_params()
+    drawn.to_empty(device="cpu")
+    for model in (m, drawn):
+        torch.manual_seed(1)
+        model.init_weights()
+    assert torch.equal(drawn(idx), m(idx))
 
 
 # -----------------------------------------------------------------------------
@@ -1450,6 +1497,7 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_of_the_first_25_ste
     resumed = train(*flags, "--resume", out="parts")
     assert resumed[0] == 0 and "will do for 60 steps here" in resumed[1] and max(losses(resumed[3])[0]) == 59
     assert "will do" not in train(*flags, "--resume", "--max_steps=70", out="parts")[1]  # once only
+    one_line(train("--resume", "--max_steps=60", out="parts"), "--max_steps=60", "is at step 70 already")
 
 
 def test_train_compiled_is_not_compiled(train, tmp_path, monkeypatch):
@@ -2506,7 +2554,7 @@ def test_train_shaq_evaluation_by_hand():
     assert m.training and found == pytest.approx(m.eval()(rows[:, :-1], rows[:, 1:])[0].item(), rel=1e-5)
 
 
-def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_shaq_here, tmp_path, monkeypatch):
+def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_shaq_here, tmp_path, monkeypatch, capsys):
     whole, cut = (f"--out_dir={tmp_path / name}" for name in ("whole", "cut"))
     train_shaq_here("--max_steps=6", "--eval_interval=3", whole)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as e:
@@ -2519,6 +2567,7 @@ def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_s
     os.renames(tmp_path / "cut", tmp_path / "out/shaq")  # moved to where it need not be named
     monkeypatch.chdir(tmp_path)
     train_shaq_here("--resume", "--max_steps=7")
+    fails(capsys, lambda: train_shaq_here("--resume", "--max_steps=6"), "--max_steps=6", "is at step 7 already")
     assert list(losses(records(tmp_path / "out/shaq"))[0]) == list(range(7)) and not (tmp_path / "cut").exists()
 
 
@@ -3071,6 +3120,19 @@ def test_data_repeated_inputs_add_up_and_a_small_text_is_told(tmp_path, capsys):
         assert ("note: one window" in capsys.readouterr().out) == note
     x = pd.load_dataset("x", str(tmp_path))
     assert pd.decode("byte", [*x.train[:], *x.val[:]]) == "a" * 100 + "b" * 100 + "c" * 100
+    assert pd.decode("byte", x.train[98:102]) == pd.decode("byte", torch.tensor([97, 97, 98, 98])) == "aabb"  # arrays as lists
+
+
+def test_data_joined_inputs_lose_every_byte_order_mark_and_are_not_written_over(tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / name).write_text("\ufeff" + 50 * name, encoding="utf-8")
+    main = lambda *names: pd.main(["--input", *(str(tmp_path / n) for n in names), "--name=x", f"--data_dir={tmp_path}"])
+    main("a", "b")
+    x = pd.load_dataset("x", str(tmp_path))
+    assert pd.decode("byte", [*x.train[:], *x.val[:]]) == 50 * "a" + 50 * "b"
+    before = (tmp_path / "x/train.bin").read_bytes()
+    fails(capsys, lambda: main("a", "x/train.bin"), "train.bin would be written over", "another --name")
+    assert (tmp_path / "x/train.bin").read_bytes() == before
 
 
 def test_data_one_process_at_a_time_prepares_a_folder(corpus):

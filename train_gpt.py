@@ -212,6 +212,8 @@ def main():
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first = ckpt["step"]
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
+        if first > s["max_steps"]:
+            die(f"--max_steps={s['max_steps']}: {path} is at step {first} already; take more, or sample from it with model.py")
     if s["compile"]:
         # in place: the checkpoint's keys stay as they are. An evaluation's last batch, if smaller, is no reason for symbolic shapes
         model.compile(dynamic=False)

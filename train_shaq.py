@@ -227,6 +227,8 @@ def main():
     per_epoch = length / average_length(s["seed"], s["bptt"])
     if s.get("max_steps") is None:
         s["max_steps"] = math.ceil(s["epochs"] * per_epoch)
+    if first > s["max_steps"]:
+        die(f"--max_steps={s['max_steps']}: {path} is at step {first} already; take more, or sample from it with model.py")
     for name, default in (("min_lr", s["lr"] / 10), ("eval_interval", max(1, round(min(per_epoch, s["max_steps"] / 20))))):
         s.setdefault(name, default)
 
