@@ -575,7 +575,7 @@ def bench_compare(args):
             record(args, model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=params[i],
                    tokens=steps[i] * t.step_tokens, val_loss=curve[-1][2], bits_per_byte=bits, tokens_per_s=tokens_per_s,
                    peak_mib=peak[i][-1], compiled=args.compile, dataset=data.name, bytes_per_token=data.bytes_per_token,
-                   preset=t.s.get("preset"), curve=curve)
+                   preset=t.s.get("preset"), paper=paper[i], curve=curve)
             print(f"seed {seed}  {texts[i] or 'default'}: {curve[-1][2]:.4f} nats per token, {tokens_per_s:,.0f} tokens/s", file=sys.stderr)
             del t
     rows = []
@@ -1454,12 +1454,13 @@ def plot_compare(plt, rows):
     yield "compare" if rows[0]["model"] == "gpt" else "compare_shaq", fig
     if rows[0]["model"] == "shaq":
         fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-        for k, p in enumerate(sorted({r["preset"] for r in rows})):
-            mine = [r for r in rows if r["preset"] == p]
-            style = dict(color=COLORS[k % 8], marker=MARKS[k % 8], ls="", label=p)
+        for i, name in sorted(variants.items()):
+            mine = [r for r in rows if r["index"] == i]
+            hours, paper = ABLATIONS[mine[0]["preset"]][0], mine[0].get("paper")  # None where the paper has no such model
+            style = dict(color=COLORS[i % 8], marker=MARKS[i % 8], ls="", label=name)
             axes[0].plot([r["curve"][-1][4] / 60 for r in mine], [r["bits_per_byte"] for r in mine], **style)
-            if ABLATIONS[p][0]:
-                axes[1].plot(ABLATIONS[p][0] * 32, ABLATIONS[p][2], **style, mfc="none")
+            if hours and paper:
+                axes[1].plot(hours * 32, paper, **style, mfc="none")
         axes[0].set(xlabel="minutes of training", ylabel="bits per byte", title=f"measured, {rows[0]['dataset']}")
         axes[1].set(xlabel="hours of training (V100)", ylabel="bits per byte", title="paper, enwik8 test, 32 epochs")
         axes[0].legend()

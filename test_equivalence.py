@@ -384,6 +384,18 @@ def test_each_half_of_kernels_py_works_alone(half, use, tmp_path, monkeypatch):
     assert x.grad.norm() > 0
 
 
+def test_attention_works_alone_in_another_file(tmp_path, monkeypatch):
+    model, top = ((HERE / name).read_text(encoding="utf-8") for name in ("model.py", "kernels.py"))
+    part = model[model.index("def product_dtype("):model.index("def up_to(")].replace('"model::', '"alone::')
+    head = "import math\nimport torch\nimport torch.nn.functional as F\n" + top[top.index("def _reverse_mode_only("):top.index("# ---")]
+    (tmp_path / "attention_alone.py").write_text(head + part, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    mine, leaf = importlib.import_module("attention_alone"), [randn(2, 3, 20, 8, grad=True) for _ in range(5)]
+    for n in (3, 5):
+        y, z = mine.attention(*leaf[:n]), attention(*leaf[:n])
+        assert torch.equal(y, z) and torch.equal(torch.autograd.grad(y.sum(), leaf[1])[0], torch.autograd.grad(z.sum(), leaf[1])[0])
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_hadamard_compiles_without_a_graph_break(autocast):
     proj, alpha, beta = nn.Linear(16, 48), torch.randn(48, requires_grad=True), torch.randn(48, requires_grad=True)
@@ -2699,7 +2711,7 @@ def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengt
         return graph
 
     models = [tiny_shaq(preset, mem_len=20, mean_window=8).train() for _ in range(2)]
-    models[1].compile(backend=backend)
+    models[1].compile(backend=backend, dynamic=True)
     ids, states, at, graphs = torch.randint(11, (2, 90), generator=torch.Generator().manual_seed(0)), [None, None], 0, []
     for T in (12, 12, 11, 9, 7):
         results = []
@@ -3786,6 +3798,10 @@ def test_bench_plot_draws_what_the_records_say():
     assert d == -1.0  # of seed 1 alone
     with pytest.raises(SystemExit):
         list(bench.plot_compare(plt, [r for r in rows if r["index"]]))
+    shaq = [r | dict(model="shaq", dataset="x", preset="qrnn", bits_per_byte=r["val_loss"], paper=(1.126, None)[r["index"]]) for r in rows]
+    _, (_, fig) = bench.plot_compare(plt, shaq)  # two models of one preset, of which the paper has one
+    assert [(len(line.get_xdata()), line.get_label()) for line in fig.axes[0].lines] == [(3, "a"), (3, "b")]
+    assert [line.get_xydata().tolist() for line in fig.axes[1].lines] == [[[0.92 * 32, 1.126]]]
     (_, fig), = bench.plot_scaling(plt, [dict(variant="dense", compute=c, val_loss=v, dataset="x") for c, v in ((1, 4), (1, 6), (9, 2))])
     assert fig.axes[0].lines[0].get_ydata().tolist() == [5, 2]
     (_, fig), = bench.plot_heatmap(plt, [dict(size="nano", compiled=False, batch=b, T=t, variant=o, gain=b / t)
