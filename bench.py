@@ -824,7 +824,7 @@ def bench_code(args):
     issue while the bytes that must move do so at nine tenths of its memory's rate."""
     start(args)
     dtype = "fp32" if args.dtype == "float32" else "bf16"
-    heads = {c["n_embd"]: c["n_head"] for c in reversed(SIZES.values())}  # of sizes of one width the first's
+    heads = {SIZES[s]["n_embd"]: SIZES[s]["n_head"] for s in GPTS}
     known("--widths", map(str, args.widths), [str(d) for d in sorted(heads)])
     if kernels.triton is None:
         die("code needs Triton: pip install triton")
@@ -880,7 +880,7 @@ def deviation(t):
 
 def gains(t):
     """{variant: seconds in each round (rounds,)} -> {variant: gain in throughput over dense, the standard error of that over rounds, share
-    of the gain that identity attains, where that is one: more than its error}"""
+    of the gain that identity attains; None where identity's gain is below its error}"""
     mean = {k: v.mean() for k, v in t.items()}
     gain = {k: mean["dense"] / v - 1 for k, v in mean.items()}
     error = {k: deviation(t["dense"] / v) / len(v) ** 0.5 if len(v) > 1 else None for k, v in t.items()}
@@ -1322,6 +1322,7 @@ def bench_eval(args):
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442"]  # Okabe and Ito's, for all eyes
 MARKS = "osD^vPX*"
+LINES, FILL = ("-", "--", ":"), ("full", "left", "none")  # of the first eight, the next, and the rest
 
 
 def records(folder, what, run_at):
@@ -1439,12 +1440,12 @@ def plot_compare(plt, rows):
         curves = np.array([[[p[0], p[3], p[0] * pace, p[2]] for p in r["curve"][1:]] for r in mine])  # (seeds, points, 4); no start
         mean, error = curves.mean(0), curves[..., 3].std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else None
         for ax, x in zip(axes, mean.T[:3]):
-            ax.plot(x, mean[:, 3], color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, ls=("-", "--", ":")[i // 8 % 3], label=name)
+            ax.plot(x, mean[:, 3], color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, ls=LINES[i // 8 % 3], label=name)
             if error is not None:
                 ax.fill_between(x, mean[:, 3] - error, mean[:, 3] + error, color=COLORS[i % 8], alpha=0.2, lw=0)
         if i:
             d, e = paired([r["val_loss"] for r in mine], [base[r["seed"]] for r in mine])
-            axes[3].errorbar(d, len(variants) - i, xerr=e, color=COLORS[i % 8], marker=MARKS[i % 8], capsize=4)
+            axes[3].errorbar(d, len(variants) - i, xerr=e, color=COLORS[i % 8], marker=MARKS[i % 8], fillstyle=FILL[i // 8 % 3], capsize=4)
     for ax, label in zip(axes, ("steps", "FLOPs", "seconds at the median pace")):
         ax.set(xlabel=label, ylabel="validation loss, nats per token")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
@@ -1456,8 +1457,9 @@ def plot_compare(plt, rows):
         fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
         for i, name in sorted(variants.items()):
             mine = [r for r in rows if r["index"] == i]
-            hours, paper = ABLATIONS[mine[0]["preset"]][0], mine[0].get("paper")  # None where the paper has no such model
-            style = dict(color=COLORS[i % 8], marker=MARKS[i % 8], ls="", label=name)
+            hours, _, bpc = ABLATIONS[mine[0]["preset"]]
+            paper = mine[0].get("paper", bpc)  # None where the paper has no such model
+            style = dict(color=COLORS[i % 8], marker=MARKS[i % 8], fillstyle=FILL[i // 8 % 3], ls="", label=name)
             axes[0].plot([r["curve"][-1][4] / 60 for r in mine], [r["bits_per_byte"] for r in mine], **style)
             if hours and paper:
                 axes[1].plot(hours * 32, paper, **style, mfc="none")

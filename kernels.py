@@ -105,7 +105,10 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
     order, so that H_n (x) H_p is again hadamard_matrix(n * p) when p is a power of two. ValueError for any other n, naming the nearest
     orders that work.
     """
-    n = operator.index(n) if hasattr(n, "__index__") else n  # numpy's integers are none of Python's
+    try:
+        n = operator.index(n)  # numpy's integers are none of Python's
+    except TypeError:
+        pass  # no integer, as the next line says
     _check_order(n)
     m, _ = _split_order(n)
     H = _paley(m) if m > 1 else torch.ones(1, 1, dtype=torch.int8, device="cpu")
@@ -162,8 +165,10 @@ def _blocks(x, n_head, heads_only):
 
 def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
     r, transform = _blocks(x, n_head, heads_only)
-    out, dtype, least = torch.empty_like(x), x.dtype, torch.promote_types(x.dtype, torch.float32)
-    alpha, beta, pre = (v if v is None else v.to(torch.promote_types(v.dtype, least)) for v in (alpha, beta, pre))  # times scale, exactly
+    out, dtype = torch.empty_like(x), x.dtype
+    if x.element_size() > 2 or math.frexp(scale)[0] != 0.5:  # 16-bit vectors times scale are exact in 16 bits if that is a power of two
+        least = torch.promote_types(x.dtype, torch.float32)
+        alpha, beta, pre = (v if v is None else v.to(torch.promote_types(v.dtype, least)) for v in (alpha, beta, pre))
     for v in (alpha, beta, pre):
         dtype = dtype if v is None else torch.promote_types(dtype, v.dtype)
     wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # 16-bit rows, fp32 vectors: rounded once, on the way out

@@ -96,9 +96,10 @@ def make_norm(config):
     return nn.RMSNorm(config.n_embd, eps=1e-5) if config.norm == "rmsnorm" else nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
 
 
-def rope_table(block_size, width):
+def rope_table(block_size, width, device=None):
     "cos and sin of position * 10000^(-2i/width): (block_size, 1, width / 2) each, fp32; RoFormer, arXiv:2104.09864"
-    angle = torch.arange(block_size)[:, None] * 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
+    frequency = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    angle = torch.arange(block_size, device=device)[:, None] * frequency
     return angle.cos()[:, None, :], angle.sin()[:, None, :]
 
 
@@ -241,8 +242,8 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     # 3. S whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where blocks take 11 and 19.
     if T > 1 and (q.device.type == "cpu" or T < S or ((wide or r is not None) and T > v.size(-1))):
         _reverse_mode_only("attention")
-        dtype = product_dtype(q)  # autocast's, as PyTorch's operator does: it might still be on in backward, and cast some of the products
-        flat = [None if t is None else t.flatten(0, 1).to(dtype) for t in (q, k, r, v, u)]
+        # autocast's dtype, as PyTorch's operator does: it might still be on in backward, and cast some of the products
+        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, r, v, u)]
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
         return blocked_attention(*flat, seed, dropout).unflatten(0, q.shape[:2])
     if r is None and not wide:
@@ -459,12 +460,13 @@ class GPT(nn.Module):
         self.init_weights()
 
     def _apply(self, fn, recurse=True):
-        "Behind .to(), .bfloat16(), .to_empty() and the like: what a cast would round, and what a model made on the meta device lacks"
+        """What .to() and its kin do, and two things more: a cast must not round the angles, and to_empty(), after which a model made on the
+        meta device is loaded or drawn, would leave them out and make two parameters of a tied one."""
+        tied, cos = getattr(self.lm_head, "weight", 0) is getattr(self.wte, "weight", None), getattr(self, "cos", None)
         super()._apply(fn, recurse)
-        if self.config.pos == "rope" and not self.cos.is_meta:
-            table = rope_table(self.config.block_size, self.config.n_embd // self.config.n_head)
-            self.cos, self.sin = (t.to(self.cos.device) for t in table)
-        if self.config.tie_weights:  # .to_empty() makes two parameters of one
+        if cos is not None and not self.cos.is_meta and (cos.is_meta or self.cos.dtype != cos.dtype):
+            self.cos, self.sin = rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, self.cos.device)
+        if tied:
             self.lm_head.weight = self.wte.weight
         return self
 

@@ -209,6 +209,9 @@ def test_hadamard_affine_does_not_round_16_bit_vectors_again():
     y, exact = hadamard_affine(x, alpha, beta), hadamard_affine(x.double(), alpha.double(), beta.double())
     assert error(y, exact) < 1e-6
     assert error(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(exact.sum(), x)[0]) < 1e-6
+    x, beta = x.detach().bfloat16(), torch.zeros(768).bfloat16()
+    low, high = (hadamard_affine(x, alpha.to(kind), beta.to(kind)) for kind in (torch.bfloat16, torch.float32))
+    assert torch.equal(low, high)
 
 
 def test_hadamard_norm_is_as_exact_as_the_wider_of_its_inputs():
@@ -1091,11 +1094,17 @@ def test_gpt_made_on_the_meta_device_is_the_gpt(tie_weights):
     loaded.to_empty(device="cpu").load_state_dict(m.state_dict())
     assert (loaded.lm_head.weight is loaded.wte.weight) == tie_weights and torch.equal(loaded(idx), m(idx))
     assert loaded.num_params() == m.num_params()
-    drawn.to_empty(device="cpu")
+    with torch.device("meta"):
+        drawn.to_empty(device="cpu")
     for model in (m, drawn):
         torch.manual_seed(1)
         model.init_weights()
     assert torch.equal(drawn(idx), m(idx))
+    where = m.cos.data_ptr()
+    assert m.to("cpu").cos.data_ptr() == where  # what has been captured or shared stays
+    assert all(torch.equal(m.to(dtype).cos, loaded.cos) for dtype in (torch.bfloat16, torch.float64))
+    m.lm_head.weight = nn.Parameter(m.wte.weight + 1)
+    assert torch.equal(m.to(torch.float32).lm_head.weight, m.wte.weight + 1)  # untied by hand
 
 
 # -----------------------------------------------------------------------------
@@ -1549,7 +1558,7 @@ def cut(gm, inputs):
     parts.append(torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None)  # else of an evaluation
     return aot_eager(gm, inputs)
 def sample(model, *args, generate=train_gpt.GPT.generate):  # the other process waits for no sample
-    end = time.monotonic() + 60
+    end = time.monotonic() + 110
     while not os.path.exists(sys.argv[0] + "1"):
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -3550,7 +3559,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         assert {r["variant"] for r in rows} == set(bench.OUTS) and all(r["tokens_per_s"] > 0 for r in rows) and len(rows) == 8
     if argv[0] == "train":
         assert {"gpt2_book", "dva_book", "sharnn", "shaq"} <= {r["variant"] for r in rows}
-        assert "dva_book against gpt2_book | 1.60 | 0.67 |" in "".join(tables)
+        assert "dva_book against gpt2_book | 1.60 | 0.67 |" in "".join(tables) and "qrnn against sharnn | 2.35 | " in "".join(tables)
         assert [r["tokens_per_s"] * (2 + i) for i, r in enumerate(rows[:4])] == pytest.approx([r["tokens"] for r in rows[:4]])
     if argv[0] == "kernels":
         shares = {(r["kernel"], r["both"]): r["share_of_copy"] for r in rows if r.get("d") == 64}
@@ -3658,6 +3667,11 @@ def test_bench_timing_interleaves_and_warms_up():
     assert gain["head_hadamard"]["share"] == pytest.approx(-0.2)
     noise = bench.gains({k: np.array(v) for k, v in (seconds | dict(identity=[1.4, 2.5])).items()})
     assert 0 < noise["identity"]["gain"] < noise["identity"]["gain_error"] and noise["hadamard"]["share"] is None
+
+
+def test_bench_kernels_take_the_gradients_of_all_inputs_and_weights():
+    w, x = torch.tensor(3.0, requires_grad=True), [torch.tensor(v) for v in (5.0, 7.0, 0.5, 2.0)]
+    assert bench.both(lambda a, b: (a * w, a * b), (w,), 2)(*x) == (0.5 * 3 + 2 * 7, 2 * 5, 0.5 * 5)
 
 
 def small_gpt(**config):
@@ -3798,6 +3812,10 @@ def test_bench_plot_draws_what_the_records_say():
     assert d == -1.0  # of seed 1 alone
     with pytest.raises(SystemExit):
         list(bench.plot_compare(plt, [r for r in rows if r["index"]]))
+    more = [rows[0] | dict(index=i, variant=str(i)) for i in range(9)]
+    (_, fig), = bench.plot_compare(plt, more)
+    assert [line.get_linestyle() for line in fig.axes[0].lines] == 8 * ["-"] + ["--"]
+    assert fig.axes[3].lines[-2].get_fillstyle() == "left" != fig.axes[3].lines[0].get_fillstyle()
     shaq = [r | dict(model="shaq", dataset="x", preset="qrnn", bits_per_byte=r["val_loss"], paper=(1.126, None)[r["index"]]) for r in rows]
     _, (_, fig) = bench.plot_compare(plt, shaq)  # two models of one preset, of which the paper has one
     assert [(len(line.get_xdata()), line.get_label()) for line in fig.axes[0].lines] == [(3, "a"), (3, "b")]
@@ -3809,6 +3827,9 @@ def test_bench_plot_draws_what_the_records_say():
     assert fig.axes[0].images[0].get_array().tolist() == [[25, 12.5], [50, 25]]
     (_, fig), = bench.plot_decode(plt, [dict(size="nano", T=1, batch=2, variant="dense", tokens_per_s=v, new_tokens=1) for v in (7, 5)])
     assert fig.axes[0].lines[0].get_ydata().tolist() == [7]
+    for new, points in ((64, [[2048, 52820]]), (1, [])):  # the paper's, where it measured the same
+        (_, fig), = bench.plot_decode(plt, [dict(size="tiny", T=1, batch=2048, variant="dense", tokens_per_s=7, new_tokens=new)])
+        assert [line.get_xydata()[0].tolist() for line in fig.axes[0].lines if str(line.get_label()).startswith("paper")] == points
     plt.close("all")
 
 
