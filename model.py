@@ -227,8 +227,8 @@ blocked_attention.register_autograd(attention_gradients, setup_context=save_atte
 def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     """
     softmax(q k^T / sqrt(w)) v, or with r and u the outer form (softmax(..) * (r v^T)) u. All (B, h, T, w), v of any width where r is None;
-    k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u). T = 1 takes a mask
-    (1, S) in the dtype of q, 0 where the query may look and -inf elsewhere.
+    k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u), under autocast in its
+    dtype. T = 1 takes a mask (1, S) in the dtype of q, 0 where the query may look and -inf elsewhere. Raises ValueError on one for more.
     """
     T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
     if T > 1 and mask is not None:
