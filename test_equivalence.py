@@ -1550,7 +1550,7 @@ def test_train_two_processes_are_one_with_accumulation(train, data_dir, tmp_path
 COMPILED = """
 import sys
 sys.path.insert(0, {here!r})
-import os, time, torch, train_gpt
+import glob, os, time, torch, train_gpt
 torch.nn.Module.compile = lambda self, **kw: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend=cut, **kw))
 from torch._dynamo.backends.debugging import aot_eager
 parts = []
@@ -1558,6 +1558,7 @@ def cut(gm, inputs):
     parts.append(torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None)  # else of an evaluation
     return aot_eager(gm, inputs)
 def sample(model, *args, generate=train_gpt.GPT.generate):  # the other process waits for no sample
+    assert "pt_gloo_runloop\\n" not in [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]  # the group has ended
     end = time.monotonic() + 110
     while not os.path.exists(sys.argv[0] + "1"):
         assert time.monotonic() < end

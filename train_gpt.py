@@ -305,6 +305,7 @@ def main():
             if save(step + 1):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
                     + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={quote(s['out_dir'])}"))
+            del net
             m.leave()
             raise SystemExit(130)
         step += 1
@@ -319,6 +320,7 @@ def main():
     # at the end: a sample, and where everything lies
     if m.device.type == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    del net
     m.leave()
     if m.rank == 0:
         try:

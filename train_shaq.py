@@ -325,6 +325,7 @@ def main():
             if save(step + 1, path):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
                     + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={quote(s['out_dir'])}"))
+            del net
             m.leave()
             raise SystemExit(130)
         step += 1
@@ -348,6 +349,7 @@ def main():
         say(f"test, {'best checkpoint' if best_there else 'last step'}: {bpc:.4f} bits per byte")
         if m.rank == 0:
             log(step=step, test_loss=test, test_bits_per_byte=bpc)
+    del net
     m.leave()
     if m.rank == 0:
         try:
