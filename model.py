@@ -1255,7 +1255,7 @@ class Machine:
         """Every process's last act with the others: to go while one still counts on it can abort that one. The barrier moves no tensor of
         Python's, which a thread of gloo's, if it still held one while Python ends, could not give back: that aborts too. Delete what
         parallel() made before: it holds the group, which would then end with it, inside Python's lock, and wait for a thread that may
-        itself wait for that lock: a hang, seen once in some hundred runs."""
+        itself wait for that lock: a hang, seen once."""
         if self.world > 1:
             torch.distributed.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
             torch.distributed.destroy_process_group()
