@@ -1196,6 +1196,17 @@ def test_run_machine_says_what_it_chose(monkeypatch):
             machine("cuda")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+@pytest.mark.parametrize("most, kept", [(2**31 - 1, 1 << 30), (1 << 25, 1 << 25), (0, None)])
+def test_run_machine_keeps_freed_memory_of_an_older_glibc_too(most, kept, monkeypatch):
+    "One that refuses a threshold above 32 MiB would, if only the other one were set, take its memory from the kernel from 128 KiB on"
+    accepted = {}
+    mallopt = lambda name, value: int(name != -3 or value <= most) and accepted.__setitem__(name, value) is None
+    monkeypatch.setattr(model_py.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    machine("cpu", "float32")
+    assert accepted == ({-3: kept, -1: 2**31 - 1} if kept else {})
+
+
 def test_hadamard_matrix_does_not_depend_on_the_default_device():
     for n in (36, 76):
         with torch.device("meta"):
