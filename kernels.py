@@ -708,8 +708,7 @@ def _backward(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta
     dy = dy.to(x.dtype).contiguous()
     dx = dalpha = dbeta = dpre = None
     sums = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    if (sums and ctx.needs_input_grad[0] and alpha is not None and pre is None and not torch.is_grad_enabled() and
-            not _on_triton(x, *ctx.how[1:])):
+    if sums and ctx.needs_input_grad[0] and alpha is not None and pre is None and not torch.is_grad_enabled() and not x.is_cuda:
         dx, dalpha, dbeta = _hadamard_backward(x, dy, alpha, *ctx.how)                     # the same three in one walk
         sums = False
     elif ctx.needs_input_grad[0]:

@@ -367,6 +367,17 @@ def test_operators_refuse_forward_mode():
             torch.func.jvp(f, (x,), (x,))
 
 
+def test_hadamard_compiles_for_any_width_too(monkeypatch):
+    "Where alpha and beta are no parameters, whose shapes are fixed; and backward asks nothing of a width that is a symbol"
+    torch._dynamo.reset()
+    monkeypatch.setattr(kernels, "_on_triton", lambda x, *how: kernels._plan(x.shape[1], *how, 32) is None)  # asks as on a GPU, then: no
+    compiled = torch.compile(hadamard_affine, fullgraph=True, dynamic=True, backend="aot_eager")
+    for d in (24, 48, 768):
+        x, alpha, beta = torch.randn(3, d, requires_grad=True), *torch.randn(2, d).requires_grad_()
+        ours, exact = (torch.autograd.grad(f(x, alpha, beta).square().sum(), (x, alpha, beta)) for f in (compiled, hadamard_affine))
+        assert all(torch.equal(a, b) for a, b in zip(ours, exact))
+
+
 def test_hadamard_triton_takes_what_it_can_hold():
     takes = lambda dtype, d: kernels._on_triton(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, d), element_size=lambda: 4), 1, False)
     assert not takes(torch.int32, 64) and not takes(torch.float64, 64) and not takes(torch.float32, 2**17)
