@@ -1283,7 +1283,8 @@ def _fo_op(banks, c0):
     act = len(banks) == 1
     z, f, o = banks[0].chunk(3, dim=-1) if act else banks
     forward = _fo_forward_triton if z.is_cuda and triton is not None else _fo_forward_torch
-    return forward(z, f, o, c0, act)
+    h, c_last, edges = forward(z, f, o, c0, act)
+    return h, c_last, edges.flatten()  # with a dimension of its own for the chunks, what is compiled would hang on whether that is 1
 
 
 @_fo_op.register_fake
@@ -1291,8 +1292,7 @@ def _(banks, c0):
     B, T, H = banks[0].shape
     H = H // 3 if len(banks) == 1 else H
     x, state = banks[0], torch.promote_types(banks[0].dtype, torch.float32)
-    return (x.new_empty(B, T, H), x.new_empty(B, H, dtype=state),
-            x.new_empty((T + FO_CHUNK - 1) // FO_CHUNK, B, H, dtype=state))
+    return x.new_empty(B, T, H), x.new_empty(B, H, dtype=state), x.new_empty((T + FO_CHUNK - 1) // FO_CHUNK * B * H, dtype=state)
 
 
 @torch.library.custom_op("kernels::fo_pool_backward", mutates_args=(),
@@ -1303,13 +1303,15 @@ def _fo_backward_op(banks, edges, dh, dc_last):
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in banks]
     dz, df, do = grads[0].chunk(3, dim=-1) if act else grads
     backward = _fo_backward_triton if z.is_cuda and triton is not None else _fo_backward_torch
-    return grads, backward(z, f, o, edges, dh, dc_last, dz, df, do, act)
+    B, T, H = z.shape
+    return grads, backward(z, f, o, edges.view(-(-T // FO_CHUNK), B, H), dh, dc_last, dz, df, do, act)
 
 
 @_fo_backward_op.register_fake
 def _(banks, edges, dh, dc_last):
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in banks]
-    return grads, edges.new_empty(edges.shape[1:])
+    B, _, H = banks[0].shape
+    return grads, edges.new_empty(B, H // 3 if len(banks) == 1 else H)
 
 
 def _fo_setup_context(ctx, inputs, output):

@@ -2060,6 +2060,21 @@ def test_fopool_compiles_to_one_graph_under_autocast():
         torch.testing.assert_close(results[1], results[0])
 
 
+def test_fopool_compiles_once_for_windows_of_any_length():
+    "Shorter than a chunk, too; and so torch.export takes a length that is free"
+    class Pool(torch.nn.Module):
+        def forward(self, gates):
+            return kernels.qrnn_pool(gates)[0]
+
+    torch._dynamo.reset()
+    made, gates = [], torch.randn(2, 5, 12)
+    free = torch.export.export(Pool(), (gates,), dynamic_shapes=({1: torch.export.Dim("T", min=2)},)).module()
+    compiled = torch.compile(Pool(), fullgraph=True, dynamic=True, backend=lambda graph, _: made.append(graph) or graph.forward)
+    for T in (5, 16, 17, 40):
+        gates = torch.randn(2, T, 12)
+        assert torch.equal(compiled(gates), Pool()(gates)) and torch.equal(free(gates), Pool()(gates)) and len(made) == 1
+
+
 def test_fopool_errors_are_one_line():
     x = torch.randn(2, 5, 6)
     for call, kind in ((lambda: kernels.fo_pool(x, x, x[:, :4]), ValueError),
