@@ -386,7 +386,8 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, grads):
         n, dtype = max(1, HEAD_LOGITS * (1 if x.device.type == "cpu" else 4) // len(weight)), product_dtype(x)
-        less = 2.0 ** (len(x).bit_length() // 2) if dtype == torch.float16 else 1.0  # between too small for fp16 and, summed, too large
+        # fp16: as they are, most of a large vocabulary's p are below its range, and their product with x, summed over rows, can be above it
+        up, down = (2.0 ** 7, 2.0 ** (7 + max(0, len(x).bit_length() - 10))) if dtype == torch.float16 else (1.0, 1.0)
         x_, w_ = x.to(dtype), weight.to(dtype)
         grads = grads and any(ctx.needs_input_grad)
         loss, dx, dw = 0.0, torch.empty_like(x_) if grads else None, None
@@ -402,22 +403,22 @@ class HeadLoss(torch.autograd.Function):
                 else:
                     p = logits.sub_(lse).exp_()                                          # softmax
                     p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
-                p = (p / less).to(dtype) if less > 1 else p.to(dtype)                    # d loss / d logits, times N / less
+                p = (p * up).to(dtype) if up > 1 else p.to(dtype)                        # d loss / d logits, times N up
                 torch.mm(p, w_, out=dx[i:i + n])
-                part = p.T @ x_[i:i + n]
+                part = p.T @ (x_[i:i + n] / down if down > 1 else x_[i:i + n])
                 dw = (part if dw is None and i + n >= len(x) else
                       part.to(torch.promote_types(dtype, torch.float32)) if dw is None else dw.add_(part))
         if grads:
             ctx.save_for_backward(dx, dw)
-            ctx.dtypes, ctx.less = (x.dtype, weight.dtype), less
+            ctx.dtypes, ctx.scales = (x.dtype, weight.dtype), (1 / up, down / up)
         return loss / len(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         dx, dw = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in ctx.saved_tensors)
-        g = g * ctx.less / len(dx)  # in fp32, into which a loss scaled up for fp16 fits
-        return (dx * g).to(ctx.dtypes[0]), (dw * g).to(ctx.dtypes[1]), None, None
+        gx, gw = (g / len(dx) * s for s in ctx.scales)  # in fp32, into which a loss scaled up for fp16 fits
+        return (dx * gx).to(ctx.dtypes[0]), (dw * gw).to(ctx.dtypes[1]), None, None
 
 
 # -----------------------------------------------------------------------------

@@ -1338,14 +1338,16 @@ def test_hadamard_refuses_what_it_cannot_transform():
 
 
 def test_gpt_head_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
-    x, w, y = torch.randn(4096, 16), torch.randn(512, 16), torch.randint(512, (4096,))
-    results = []
-    for half in (False, True):
-        leaf = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-        with torch.autocast("cpu", torch.float16, enabled=half):
-            loss = model_py.HeadLoss.apply(*leaf, y, True) * (65536.0 if half else 1.0)  # GradScaler's default
-        results.append([g / (65536.0 if half else 1.0) for g in torch.autograd.grad(loss, leaf)])
-    assert all(error(a, b.double()) < 3e-3 for a, b in zip(results[1], results[0]))
+    for N, V, scale in ((4096, 512, 1.0), (256, 50304, 0.02)):
+        x, w, y, results = torch.randn(N, 16), scale * torch.randn(V, 16), torch.randint(512, (N,)), []
+        for half in (False, True):
+            leaf = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+            with torch.autocast("cpu", torch.float16, enabled=half):
+                loss = model_py.HeadLoss.apply(*leaf, y, True) * (65536.0 if half else 1.0)  # GradScaler's default
+            results.append([g / (65536.0 if half else 1.0) for g in torch.autograd.grad(loss, leaf)])
+        assert all(error(a, b.double()) < 3e-3 for a, b in zip(results[1], results[0]))
+        (_, a), (_, b) = results
+        assert V == 512 or error(b[512:], a[512:].double()) < 3e-3  # of tokens that are no target: each p is 2e-5 here
     one = torch.zeros(16384, dtype=torch.int64)  # one target for all: the sum over rows is largest
     leaf = [torch.full((16384, 16), 8.0, requires_grad=True), w.clone().requires_grad_()]
     with torch.autocast("cpu", torch.float16):
