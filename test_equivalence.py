@@ -2643,7 +2643,7 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, capsys)
     data = pd.load_dataset("three", str(tmp_path / "data"))
     wanted = train_shaq.evaluate(model_of(best), data.test, 400, dict(bptt=20), machine("cpu", "float32"), streams=8)
     assert [r["test_loss"] for r in log if "test_loss" in r] == [pytest.approx(wanted)]
-    capsys.readouterr()
+    assert re.search(r"test, best checkpoint: \d\.\d+ bits per byte, of its first 400 bytes alone\n", capsys.readouterr().out)
     shutil.copytree(tmp_path / "o", tmp_path / "p")
     os.remove(tmp_path / "o/best.pt")
     train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out)

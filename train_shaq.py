@@ -72,7 +72,8 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--weight_decay", type=number(float, 0), help="(default 1.2e-6)")
     add("--grad_clip", type=number(float, 0), help="largest gradient norm, 0: no clipping (default 0.25)")
     add("--eval_interval", type=number(int, 1), help="steps between evaluations and checkpoints")
-    add("--eval_tokens", type=number(int, 1), help="how much of the validation split to read, from its start (default all)")
+    add("--eval_tokens", type=number(int, 1),
+        help="how much of the validation and of the test split to read, from its start (default all on CUDA, else 2^17)")
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, window lengths and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
@@ -346,7 +347,8 @@ def main():
     if data.test is not None:
         test = evaluate(model, data.test, s["eval_tokens"], s, m, streams=8)
         bpc = test / math.log(2) * len(data.test) / data.meta["bytes"]["test"]
-        say(f"test, {'best checkpoint' if best_there else 'last step'}: {bpc:.4f} bits per byte")
+        say(f"test, {'best checkpoint' if best_there else 'last step'}: {bpc:.4f} bits per byte"
+            + f", of its first {s['eval_tokens']:,} {unit}s alone" * (s["eval_tokens"] < len(data.test) - 1))
         if m.rank == 0:
             log(step=step, test_loss=test, test_bits_per_byte=bpc)
     del net
