@@ -233,6 +233,10 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
     if T > 1 and mask is not None:
         raise ValueError(f"attention is causal: a mask goes with one query, and here are {T}")
+    if (not q.shape[:2] == k.shape[:2] == v.shape[:2] or v.size(2) != S or S < T or
+            r is not None and (r.shape, u.shape) != (q.shape, k.shape)):
+        raise ValueError("attention: expected q, r (B, h, T, w), k, u (B, h, S, w), v (B, h, S, any), S >= T; got "
+                         + ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip("qkvru", (q, k, v, r, u)) if t is not None))
     # One of three ways:
     # 1. Blocks of query rows: on a CPU, over a memory, and where no flash kernel serves (heads above 256, the outer form) and S is larger
     #    than v. A kernel of our own would lack registers for sums 768 or 1,536 wide [2] and form S anew for every few hundred columns, 1.7
@@ -519,6 +523,8 @@ class GPT(nn.Module):
         idx: (B, T) int64. Without targets: logits (B, T, vocab_size). With targets (B, T): mean cross entropy in nats, fp32.
         cache (from new_cache) holds what attention needs of earlier tokens; idx then starts at position pos.
         """
+        if targets is not None and targets.shape != idx.shape:
+            raise ValueError(f"targets have shape {tuple(targets.shape)}: expected that of idx, {tuple(idx.shape)}")
         x = self.hidden(idx, cache, pos)
         if targets is None:
             return self.lm_head(x)

@@ -803,6 +803,19 @@ def test_gpt_attention_takes_a_mask_for_one_query_only():
         attention(q, q, q, mask=torch.zeros(1, 5))
 
 
+def test_gpt_shapes_that_do_not_fit_are_one_line():
+    "Some of them used to be computed: values of more positions than there are keys, one target for a whole window"
+    q, long = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 9, 8)
+    for wrong in ((q, q, long), (q, long, q), (q, q[:, :2], q[:, :2]), (q, q.reshape(4, 2, 3, 8), q.reshape(4, 2, 3, 8)), (long, q, q),
+                  (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q)):
+        with pytest.raises(ValueError, match=r"expected q, r \(B, h, T, w\).*got q \(2, 4, \d, 8\), k"):
+            attention(*wrong)
+    idx = torch.zeros(1, 5, dtype=torch.int64)
+    for targets in (idx[:, :1], idx[0], idx.repeat(2, 1)):
+        with pytest.raises(ValueError, match=r"targets have shape .*expected that of idx, \(1, 5\)"):
+            GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=11, block_size=5))(idx, targets)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of its jvp
 def test_gpt_attention_has_no_forward_mode_and_says_so():
     q = torch.randn(1, 2, 5, 4)
