@@ -219,7 +219,8 @@ def claim(file):
 
 @contextlib.contextmanager
 def alone(folder):
-    """Inside, this process alone prepares folder, and another waits; what a killed one had begun is gone."""
+    """Inside, this process alone prepares folder, and another waits; what a killed one had begun is gone. After an error no empty
+    folder stays."""
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
         left = []
@@ -235,7 +236,12 @@ def alone(folder):
             left = [name for name in os.listdir(folder) if re.fullmatch(r".+\.(bin|json)\.\d+\.tmp", name)]
         for name in left:
             os.remove(os.path.join(folder, name))
-        yield
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):  # it holds something: an earlier preparation, half a download
+                os.rmdir(folder)
+            raise
 
 
 class Log:
