@@ -431,6 +431,8 @@ class Trainer:
     def validate(self):
         "Validation loss in nats per token, by the training script's own evaluation"
         if self.kind == "gpt":
+            if len(self.data.val) <= self.T:
+                die(f"the validation data has {len(self.data.val):,} tokens, one window takes {self.T + 1}: lower block_size")
             return train_gpt.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.micro, self.m, self.s["eval_windows"])
         return train_shaq.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.s, self.m)
 
@@ -817,7 +819,7 @@ def compilers(workers):
 
 
 @command(lambda gpu: (
-    ("sm", dict(type=int, default=90, help="compute capability: 80, 90, 100, 120")),
+    ("sm", dict(type=int, choices=[80, 86, 89, 90, 100, 120], default=90, help="compute capability")),
     ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072", help="d, those of SIZES"))))
 def bench_code(args):
     """Instructions an element in the machine code of the Triton kernels, compiled for a GPU that need not be there, beside what an H200 can
@@ -1044,7 +1046,7 @@ def bench_train(args):
     "Forward, backward and update of every variant of the three models on random tokens, interleaved: their ratios are of the same minutes."
     m = start(args)
     known("--models", args.models, ["gpt", "book", "shaq"])
-    known("--sizes", args.sizes, SIZES)
+    known("--sizes", args.sizes, GPTS)
     known("--presets", args.presets, SHAQ_PRESETS)
     peak, source = peak_flops(m)
     common, shaq = settings("gpt", args.set, "--set"), settings("shaq", args.shaq_set, "--shaq_set")

@@ -3532,6 +3532,8 @@ def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, c
     flags = common(bench_data, f"size=tiny,block_size=32,batch_tokens=512,eval_tokens=512,{small}")  # tiny: 20 tokens a parameter
     a, b = bench_run(tmp_path, "compare", flags, "--variant=attn_out=dense", "--variant=attn_out=identity", "--seeds=1", "--points=1")
     assert a["params"] != b["params"] and a["steps"] == b["steps"] > 100
+    flags = common(bench_data, f"block_size=4800,batch_tokens=4800,{small}")  # all of the validation data, and no target for its last
+    fails(capsys, lambda: bench.main(["compare", flags, "--device=cpu"]), "has 4,800 tokens, one window takes 4801: lower block_size")
     argv = ["compare", common(bench_data, small), "--variant=size=nano", "--variant=size=gpt2_book", "--device=cpu"]
     fails(capsys, lambda: bench.main(argv), "another batch_tokens")
 
@@ -3649,7 +3651,8 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["compare", "--equal=flops", "--variant=", "--variant=max_steps=9"], "--set"),
         (["compare", "--variant=seed=1"], "seed is not for"), (["compare", "--set=max_steps=0"], "max_steps=0"),
         (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"),
-        (["prefill", "--sizes=tny"], "did you mean tiny?"), (["kernels", "--widths=71"], "nearest that work"),
+        (["prefill", "--sizes=tny"], "did you mean tiny?"), (["train", "--sizes=dva_book"], "'dva_book' is none of nano"),
+        (["kernels", "--widths=71"], "nearest that work"),
         (["kernels", "--pool=3"], "expected BxTxH"), (["kernels", "--heads=1x8x16"], "a multiple of 12"),
         (["code", "--widths=100"], "'100' is none of 256, 768"), (["plot", f"--records={tmp_path}"], "error: "),
         (["eval", f"--ckpt={tmp_path}/none"], "error: ")):
@@ -3660,6 +3663,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["compare", "--variant=preset=shak", "--variant=", "--model=shaq"], "choose from"),
         (["compare", "--set=n_layer=2.9"], "'2.9'"), (["compare", "--set=lr=-1"], "0 or more"),
         (["compare", "--set=schedule=kosine"], "cosine"), (["compare", "--model=shaq", "--set=optimizer=sgd"], "lamb"),
+        (["code", "--sm=12"], "invalid choice: 12"),
         (["train", "--rounds=x"], "--rounds"), (["kernels", "--rows=0"], "--rows"), (["prefill", "--runs=0"], "--runs"),
         (["compare", "--seed=-1"], "--seed"), (["scaling", "--seed=99999999999999999999"], "--seed"),
         (["kernels", "train", "--widths=64", f"--out={tmp_path}/none.jsonl"], "bench.py train: unknown flag --widths"),
