@@ -45,8 +45,7 @@ import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
 from model import (GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, clip_, detach_state,
                    load_checkpoint, lr_at, machine, model_of, peak_flops)
-from prepare_data import (VOCAB_SIZE, Parser, die, encode, decode as decode_text, flag01, git_commit, load_dataset, nearest, number,
-                          one_line, progress, run)
+from prepare_data import (Parser, die, encode, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run)
 
 # -----------------------------------------------------------------------------
 # What the papers say
@@ -1197,8 +1196,9 @@ def bench_scaling(args):
 
 class Scorer:
     """
-    The three requests of lm_eval.api.model.LM for a GPT; a request carries its strings in .args. prefix is the token before everything
-    where there is no context: <|endoftext|>, or a newline for bytes. Log-likelihoods are summed over the continuation's tokens, in fp32.
+    What lm_eval.api.model.LM asks of a GPT for multiple choice; a request carries its strings in .args. prefix is the token before
+    everything where there is no context: <|endoftext|>, or a newline for bytes. Log-likelihoods are summed over the continuation's tokens,
+    in fp32.
     """
 
     def __init__(self, model, tokenizer, m, batch=16):
@@ -1240,34 +1240,6 @@ class Scorer:
     def loglikelihood(self, requests):
         return self.score([self.pair(*r.args) for r in requests])
 
-    def loglikelihood_rolling(self, requests):
-        "Whole texts: each token once, in windows of block_size tokens, the last of them filled up with context"
-        pairs, owner = [], []
-        for k, r in enumerate(requests):
-            t = [self.prefix] + encode(self.tokenizer, r.args[0])
-            for at in range(1, len(t), self.length):
-                end = min(at + self.length, len(t))
-                pairs.append((t[max(0, end - 1 - self.length):at], t[at:end]))
-                owner.append(k)
-        out = [0.0] * len(requests)
-        for k, (lp, _) in zip(owner, self.score(pairs)):
-            out[k] += lp
-        return out
-
-    def generate_until(self, requests):
-        "Greedy, up to max_gen_toks tokens (256), cut before the first of the until strings"
-        out = []
-        for r in requests:
-            context, how = r.args
-            ids = torch.tensor([encode(self.tokenizer, context) or [self.prefix]], device=self.m.device)
-            new = self.gpt.generate(ids, int(how.get("max_gen_toks", 256)), temperature=0)[0, ids.size(1):].tolist()
-            text = decode_text(self.tokenizer, [t for t in new if t < VOCAB_SIZE[self.tokenizer]])
-            until = how.get("until") or []
-            for stop in [until] if isinstance(until, str) else until:
-                text = text.split(stop)[0] if stop else text
-            out.append(text)
-        return out
-
 
 @command(lambda gpu: (
     ("ckpt", dict(default="out/gpt/ckpt.pt", help="checkpoint of train_gpt.py")),
@@ -1291,7 +1263,10 @@ def bench_eval(args):
         die(f"{args.ckpt} is a checkpoint of train_shaq.py: eval takes one of train_gpt.py")
 
     class Harness(Scorer, LM):
-        pass
+        def generate_until(self, requests):
+            die("--tasks: eval scores multiple choice, and one of these tasks asks for whole texts: take another")
+
+        loglikelihood_rolling = generate_until
 
     tasks = TaskManager(include_path=args.include_path)
     unknown = [t for t in args.tasks if t not in tasks.all_tasks]

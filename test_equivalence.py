@@ -3788,23 +3788,6 @@ def test_bench_eval_agrees_with_lm_evals_own_model():
         assert lp == pytest.approx(lp_, rel=1e-5) and greedy == greedy_
 
 
-def test_bench_eval_rolling_counts_each_token_once():
-    model = small_gpt()
-    scorer = bench.Scorer(model, "byte", machine("cpu", "float32"), batch=2)
-    text = b"forty-one bytes, so three windows of it.."
-    t = list(b"\n" + text)
-    with torch.no_grad():
-        lp = [model(torch.tensor([t[a:a + 16]]))[0].log_softmax(-1) for a in (0, 16, len(t) - 17)]
-    expected = sum(lp[0][i, t[i + 1]] for i in range(16)) + sum(lp[1][i, t[i + 17]] for i in range(16))
-    expected += sum(lp[2][i, t[len(t) - 16 + i]] for i in range(16 - (len(text) - 32), 16))
-    assert scorer.loglikelihood_rolling([SimpleNamespace(args=(text.decode(),))])[0] == pytest.approx(expected.item(), abs=1e-3)
-    ids = model.generate(torch.tensor([list(b"go")]), 9, temperature=0)[0, 2:].tolist()
-    text = bytes(ids).decode(errors="replace")
-    for until in (["\n\n"], ["zz", text[-1]], text[1]):
-        out = scorer.generate_until([SimpleNamespace(args=("go", dict(until=until, max_gen_toks=9)))])[0]
-        assert out == (text.split(until[-1])[0] if until[-1] in text else text)
-
-
 def test_bench_eval_of_a_local_task(tmp_path, capsys):
     "With lm_eval: its accuracy on questions of ours is that by hand. Without: one line that says what to install."
     model = small_gpt(block_size=64)
