@@ -343,7 +343,7 @@ def bench_params(args):
 
 SCRIPT = dict(gpt=train_gpt, shaq=train_shaq)
 OURS = {"out_dir", "max_minutes", "eval_interval", "seed", "device", "dtype", "compile", "resume", "stage2"}  # what bench.py decides
-SAME = {"dataset", "data_dir", "block_size", "batch_tokens", "micro_batch", "batch", "bptt", "eval_tokens"}
+SAME = "dataset", "data_dir", "block_size", "batch_tokens", "batch", "bptt", "eval_tokens", "eval_windows"  # for all variants
 
 
 def settings(kind, text, what):
@@ -525,18 +525,18 @@ def bench_compare(args):
     variants = [settings(kind, t, "--variant") for t in texts]
     if len(texts) < 2:
         die("compare needs two --variant flags or more")
-    for text, v in zip(texts, variants):
-        if SAME & set(v):
-            die(f"--variant {text!r} changes {', '.join(sorted(SAME & set(v)))}, so it would not read the same data: "
-                "give it in --set for all")
+    settled = [s | c for s, c in (SCRIPT[kind].settle(common | v, {}, m) for v in variants)]
+    for text, v, s in zip(texts, variants, settled):
+        if other := [k for k in SAME if s.get(k) != settled[0].get(k)]:
+            die(f"--variant {text!r} has another {', '.join(other)} than the first, so it would not read the same data: "
+                "give one to all in --set")
         if args.equal != "steps" and "max_steps" in v:
             die(f"--variant {text!r} sets max_steps, which --equal={args.equal} computes: give it in --set")
     reproducible(m)
     if args.compile:
         fresh_compiler()
     variants = [common | v for v in variants]
-    s, _ = SCRIPT[kind].settle(variants[0], {}, m)
-    data = load_dataset(s["dataset"], s["data_dir"])
+    data = load_dataset(settled[0]["dataset"], settled[0]["data_dir"])
 
     def make(v, seed, given=None):
         return Trainer(kind, v, data, m, seed, given, args.compile)
@@ -544,11 +544,6 @@ def bench_compare(args):
     # how many steps each takes
     trainers = [make(v, args.seed) for v in variants]
     base = trainers[0]
-    for text, t in zip(texts, trainers):
-        other = [k for k in sorted(SAME & set(t.s) - {"micro_batch"}) if t.s[k] != base.s.get(k)] + ["block_size"] * (t.T != base.T)
-        if other:  # by way of size
-            die(f"--variant {text!r} has another {', '.join(other)} than the first, so it would not read the same data: "
-                "give one to all in --set")
     if args.equal == "time":
         for t in trainers if kind == "shaq" else ():
             for i in range(math.ceil(t.model.config.mem_len / t.T)):  # a full memory, as most steps of a run see
