@@ -1318,17 +1318,16 @@ def records(folder, what, run_at):
 @command(lambda gpu: (
     ("records", dict(default="out/bench", help="folder of the JSONL files")),
     ("assets", dict(default="out/bench", help="folder for the figures (README's lie in assets)")),
-    ("what", dict(type=names, default="compare,scaling,prefill,decode", help="which records")),
-    ("logs", dict(nargs="+", metavar="FILE", help="log.jsonl files of the training scripts instead: bits per byte against training time")),
     ("run", dict(help="the run, by its time as it stands in the records (default the last of each file)")),
-    ("format", dict(type=names, default="png", help="png, svg or both"))))
+    ("logs", dict(nargs="+", metavar="FILE", help="log.jsonl files of the training scripts instead: bits per byte against training time")),
+    ("format", dict(choices=["png", "svg", "pdf"], default="png", help="of the figures' files"))))
 def bench_plot(args):
     """The papers' figures from out/bench/*.jsonl: loss against steps, FLOPs and time; loss against compute with fits; speed-up over batch
     and length; decoding throughput against batch; bits per byte against time for SHA-RNN's ablations. The papers' points are hollow. Needs
     matplotlib."""
     figures = dict(compare=plot_compare, scaling=plot_scaling, prefill=plot_heatmap, decode=plot_decode)
-    known("--what", args.what, figures)
-    known("--format", args.format, ["png", "svg"])
+    if args.logs and args.run:
+        die("--run is of the records, --logs is drawn instead of them: type one of the two")
     try:
         import matplotlib
         matplotlib.use("Agg")
@@ -1336,22 +1335,21 @@ def bench_plot(args):
     except ImportError:
         die("plot needs matplotlib: pip install matplotlib")
     plt.rcParams |= {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
-                     "svg.hashsalt": "0", "legend.frameon": False}
+                     "legend.frameon": False}
     os.makedirs(args.assets, exist_ok=True)
     made = 0
     for draw, rows in ([(plot_logs, read_logs(args.logs))] if args.logs else
-                       [(figures[what], records(args.records, what, args.run)) for what in args.what]):
+                       [(draw, records(args.records, what, args.run)) for what, draw in figures.items()]):
         for name, fig in draw(plt, rows) if rows else ():
             fig.text(0, -0.03, f"{rows[0]['hardware']}, {rows[0]['run'][:10]}".rstrip(", "), fontsize=6, color="0.4")
-            for kind in args.format:
-                path = os.path.join(args.assets, f"{name}.{kind}")
-                fig.savefig(path, dpi=150, bbox_inches="tight", metadata={"Date": None} if kind == "svg" else None)
-                print(path)
+            path = os.path.join(args.assets, f"{name}.{args.format}")
+            fig.savefig(path, dpi=150, bbox_inches="tight")
+            print(path)
             plt.close(fig)
             made += 1
     if not made:
-        there = [what for what in args.what if records(args.records, what, None)]
-        die(f"{args.records} holds no records to plot of {', '.join(args.what)}: run python bench.py {args.what[0]} first" if not there else
+        there = [what for what in figures if records(args.records, what, None)]
+        die(f"{args.records} holds no records to plot of {', '.join(figures)}: run one of them first" if not there else
             f"--run={args.run}: no run of {', '.join(there)} began then" if args.run else
             f"{', '.join(there)}: one point makes no figure; measure more, such as --T=64,128")
 

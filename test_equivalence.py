@@ -3878,7 +3878,7 @@ def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys, monkeypatch
     monkeypatch.setitem(SIZES, "nano", SMALL)
     bench_run(tmp_path, "compare", "--model=shaq", "--variant=preset=sharnn", "--variant=preset=shaq", common(bench_data, SHAQ_SET),
               "--seeds=2", "--points=2")
-    argv = ["plot", f"--records={tmp_path}", f"--assets={tmp_path}/assets", "--format=png,svg"]
+    argv = ["plot", f"--records={tmp_path}", f"--assets={tmp_path}/assets"]
     if importlib.util.find_spec("matplotlib") is None:
         return fails(capsys, lambda: bench.main(argv), "pip install matplotlib")
     bench_run(tmp_path, "prefill", "--batch=1,2", "--T=4,8", "--runs=1")
@@ -3886,13 +3886,17 @@ def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys, monkeypatch
     bench_run(tmp_path, "scaling", "--sizes=1x8,1x16", "--tokens_per_param=0.2",
               common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=1024"))
     bench.main(argv)
+    bench.main([*argv, "--format=svg"])
     made = {f.name for f in (tmp_path / "assets").iterdir() if f.stat().st_size > 5000}
     assert made == {f"{n}.{k}" for n in ("compare_shaq", "ablations", "prefill_nano_heatmap", "decode_nano", "scaling")
                     for k in ("png", "svg")}
     bench_run(tmp_path, "prefill", "--batch=1", "--T=4,8", "--runs=1")
-    bench.main(argv[:-1] + ["--what=prefill"])
+    bench.main(argv)
     (tmp_path / "log.jsonl").write_text('{"settings": {"preset": "a"}, "machine": "", "config": {}}\n{"step": 0, "bits_per_byte": 7.2}\n')
-    bench.main([*argv[:-1], "--logs", f"{tmp_path}/log.jsonl"])
+    logs = ["--logs", f"{tmp_path}/log.jsonl"]
+    fails(capsys, lambda: bench.main([*argv, "--run=x", *logs]), "type one of the two")
+    fails(capsys, lambda: bench.main([*argv, "--run=x"]), "no run of compare, scaling, prefill, decode began then")
+    bench.main(argv + logs)
     assert {"prefill_nano.png", "training.png"} <= set(os.listdir(tmp_path / "assets"))
 
 
