@@ -362,7 +362,7 @@ class Trainer:
     """
 
     def __init__(self, kind, typed, data, m, seed, given=None, compiled=False):
-        self.kind, self.data, self.m, self.seed = kind, data, m, seed
+        self.kind, self.data, self.m, self.seed, self.tokens = kind, data, m, seed, []  # tokens: of each step that was taken
         self.peak = Peak(m)
         self.s, c = SCRIPT[kind].settle(typed | dict(seed=seed), {}, m)
         s = self.s
@@ -403,7 +403,7 @@ class Trainer:
         torch.manual_seed(hash((self.seed, i, 0)) & 0x7FFFFFFF)
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(i, s["lr"], self.min_lr, self.warmup, self.steps, s["schedule"])
-        loss, self.tokens = torch.zeros((), device=m.device), self.step_tokens
+        loss, T = torch.zeros((), device=m.device), self.T
         if self.kind == "gpt":
             for a in range(0, self.B, self.micro):
                 x, y = self.windows(i, slice(a, a + self.micro))
@@ -413,7 +413,6 @@ class Trainer:
                 loss += part.detach()
         else:
             T = min(train_shaq.window_length(self.seed, i, self.T), self.length - self.at)
-            self.tokens = self.B * T
             x, y = train_shaq.read(self.data.train, range(self.B), self.length, self.at, T, m.device)
             with m.autocast():
                 part, state = self.model(x, y, self.state)
@@ -425,6 +424,7 @@ class Trainer:
         clip_(self.model, s["grad_clip"])
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.tokens.append(self.B * T)
         return loss.item()
 
     def validate(self):
@@ -444,7 +444,7 @@ class Trainer:
             t0 = time.perf_counter()
             losses.append(self.step(i))  # .item() in it waits for the device
             times.append(time.perf_counter() - t0)
-            rates.append(self.tokens / times[-1])
+            rates.append(self.tokens[-1] / times[-1])
             if not math.isfinite(losses[-1]):
                 die(f"step {i}: loss {losses[-1]} at lr {self.s['lr']:g}: lower lr or raise warmup_steps")
             if i + 1 in marks:
@@ -491,14 +491,13 @@ def paper_quality(kind, t):
     "What the papers print for this model, whatever their data: perplexity, or for SHAQ, of any width, bits per byte; None for other models"
     c = asdict(t.model.config)
     if kind == "shaq":
-        papers, free = asdict(SHAQConfig(**SHAQ_PRESETS[t.s["preset"]])), {"vocab_size", "n_embd", "mem_len", "mean_window", "dropout"}
+        figure = ABLATIONS[t.s["preset"]][2]
+        papers, free = SHAQConfig(**SHAQ_PRESETS[t.s["preset"]]), {"vocab_size", "n_embd", "mem_len", "mean_window", "dropout"}
     else:
-        papers, free = asdict(GPTConfig(**SIZES[t.s["size"]])), {"vocab_size", "block_size", "attn_out", "dropout"}
-    if any(c[k] != v for k, v in papers.items() if k not in free):
-        return None
-    if kind == "shaq":
-        return ABLATIONS[t.s["preset"]][2]
-    return PERPLEXITY[t.s["size"]][1 + OUTS.index(c["attn_out"])] if t.s["size"] in PERPLEXITY and c["attn_out"] in OUTS[:2] else None
+        _, dense, hadamard = PERPLEXITY.get(t.s["size"], (None, None, None))
+        figure = dict(dense=dense, hadamard=hadamard).get(c["attn_out"])
+        papers, free = GPTConfig(**SIZES[t.s["size"]]), {"vocab_size", "block_size", "attn_out", "dropout"}
+    return None if any(c[k] != v for k, v in asdict(papers).items() if k not in free) else figure
 
 
 @command(lambda gpu: (
@@ -1074,11 +1073,9 @@ def bench_train(args):
                     t.step(2 + i)
         papers = {n: 90e6 / (ABLATIONS[n][0] * 3600) for n in trainers if kind == "shaq" and ABLATIONS[n][0]}  # tokens/s
         for name, s in timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0).items():
-            t, tokens, seconds, paper = trainers[name], trainers[name].step_tokens, np.median(s), papers.get(name)
-            if kind == "shaq":  # windows differ in length, but step i of all variants is the same one; timed() warms up with 0 to 2
-                lengths = [train_shaq.window_length(1, i, t.T) for i in range(3, 3 + args.rounds)]
-                tokens, seconds = np.mean(lengths) * t.B, s.mean()
-            rates[name] = rate = tokens / seconds
+            t, paper, tokens = trainers[name], papers.get(name), np.mean(trainers[name].tokens[-args.rounds:])
+            # SHAQ's windows differ in length, but step i of all variants is the same one
+            rates[name] = rate = tokens / (np.median(s) if kind == "gpt" else s.mean())
             rows.append((name, f"{t.params:,}", f"{tokens:,.0f}", spread(s), paper and f"{paper:,.0f}", f"{rate:,.0f}",
                          paper and f"{rate / paper:.2f} times", f"{rate * t.flops / peak:.1%}", memory[name] and f"{memory[name]:,.0f}"))
             record(args, model=kind, variant=name, seconds=s.tolist(), tokens=tokens, tokens_per_s=rate, mfu=rate * t.flops / peak,
