@@ -146,14 +146,15 @@ def hardware(m):
     return f"{name}, {str(m.dtype).removeprefix('torch.')}{tf32}, torch {torch.__version__}"
 
 
-def numbers(text):
+def listed(kind):
     "argparse type: 8,64 -> [8, 64]"
-    return [int(n) for n in text.split(",")]
+    def parse(text):
+        return [kind(part.strip()) for part in text.split(",")]
+    parse.__name__ = kind.__name__  # argparse says "invalid int value"
+    return parse
 
 
-def names(text):
-    "argparse type: a,b -> ['a', 'b']"
-    return [n.strip() for n in text.split(",")]
+names, numbers = listed(str), listed(number(int, 1))
 
 
 class Joined(argparse.Action):
@@ -892,16 +893,13 @@ def speed_flags(gpu, batch, T):
     return (("sizes", dict(type=names, default="tiny,small,base,large" if gpu else "nano", help=", ".join(GPTS))),
             ("batch", dict(type=numbers, default=batch, help="one or a list")),
             ("T", dict(type=numbers, default=T, help="tokens of the prompt, one or a list")),
-            ("compile", dict(type=names, default="0,1" if gpu else "0", help="0, 1 or 0,1: without and with torch.compile, by blocks")),
+            ("compile", dict(type=listed(flag01), default="0,1" if gpu else "0", help="torch.compile of the blocks: 0, 1 or 0,1")),
             ("runs", dict(type=number(int, 1), default=3, help="latency is their mean and standard deviation")))
 
 
 def cases(args):
     known("--sizes", args.sizes, GPTS)
-    known("--compile", args.compile, ["0", "1"])
-    if min(args.batch + args.T) < 1:
-        die("--batch and --T: expected 1 or more")
-    return [(size, B, T, c == "1") for size in args.sizes for c in args.compile for B in args.batch for T in args.T]
+    return [(size, B, T, compiled) for size in args.sizes for compiled in args.compile for B in args.batch for T in args.T]
 
 
 @command(lambda gpu: speed_flags(gpu, "1024" if gpu else "8", "64" if gpu else "128"))
