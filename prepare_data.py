@@ -697,17 +697,15 @@ def main(argv=None):
     name = args.name or dataset
     if dataset not in DATASETS:
         die(f"unknown data set {dataset!r}{nearest(dataset, DATASETS)} (known: {', '.join(DATASETS)}, --input FILE...)")
-    if args.input and (args.dataset or not args.name or args.name in DATASETS):
+    if not args.dataset and bool(args.input) != bool(args.name) or args.dataset and args.input:
         die("--input FILE... goes with a --name of your own and without a named data set")
-    if name in DATASETS and name != dataset:
-        die(f"--name={name} is another data set's: take a name of your own")
+    if name in DATASETS and (name != dataset or args.input):
+        die(f"--name={name} is another data set's: take a --name of your own")
     if not re.fullmatch(r"\w[\w.-]*", name):
         die(f"--name {name!r} is no folder name: take letters, digits, _ - .")
     source = DATASETS[dataset]
     if (args.url or args.from_file) and (args.input or not source.url):
         die("--url and --from_file are for data sets that are downloaded; your own text: --input FILE... --name NAME")
-    if args.name and name != dataset and not args.dataset and not args.input:
-        die(f"--name={args.name} of what? Add --input FILE... or the name of a data set")
     if args.url and args.from_file:
         die("--url and --from_file name two sources: type one of the two")
     if args.from_file and not os.path.exists(args.from_file):
