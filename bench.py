@@ -530,8 +530,8 @@ def bench_compare(args):
         if other := [k for k in SAME if s.get(k) != settled[0].get(k)]:
             die(f"--variant {text!r} has another {', '.join(other)} than the first, so it would not read the same data: "
                 "give one to all in --set")
-        if args.equal != "steps" and "max_steps" in v:
-            die(f"--variant {text!r} sets max_steps, which --equal={args.equal} computes: give it in --set")
+        if "max_steps" in v:
+            die(f"--variant {text!r} sets max_steps, which --equal={args.equal} decides: give it in --set")
     reproducible(m)
     if args.compile:
         fresh_compiler()
@@ -553,7 +553,7 @@ def bench_compare(args):
     elif args.equal == "flops":
         steps = [max(1, round(base.steps * base.flops / t.flops)) for t in trainers]
     else:
-        steps = [t.steps if "max_steps" in v else base.steps for t, v in zip(trainers, variants)]
+        steps = [base.steps] * len(trainers)
     paper, params = [paper_quality(kind, t) for t in trainers], [t.params for t in trainers]
     del trainers, base
 
