@@ -596,7 +596,7 @@ def fetch(name, folder, url):
     if url.startswith("file:") or not os.path.exists(path):
         used = path + ".part"
         download(url, used, resume=not source.revised)  # half of one edition and half of another would pass unnoticed
-    raw = read(used)
+    raw = pathlib.Path(used).read_bytes()
     if zipfile.is_zipfile(used):
         with contextlib.suppress(Exception), zipfile.ZipFile(used) as z:  # damaged or foreign: fails the check below
             raw = z.read(name)

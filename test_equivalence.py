@@ -3114,7 +3114,7 @@ def test_data_revised_source_is_never_spliced(corpus, monkeypatch, capsys):
 def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys):
     text, packed, data = corpus
     flip = lambda b: b[:1000] + bytes([b[1000] ^ 1]) + b[1001:]
-    for bad in (flip(packed), packed[:-1], flip(text), b"<html>no</html>"):
+    for bad in (flip(packed), packed[:-1], flip(text), b"<html>no</html>", b""):
         with server(bad) as (url, _):
             main = lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
             fails(capsys, main, "is not enwik8", "sha1", "removed")
@@ -3534,8 +3534,9 @@ def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, c
     assert a["params"] != b["params"] and a["steps"] == b["steps"] > 100
     flags = common(bench_data, f"block_size=4800,batch_tokens=4800,{small}")  # all of the validation data, and no target for its last
     fails(capsys, lambda: bench.main(["compare", flags, "--device=cpu"]), "has 4,800 tokens, one window takes 4801: lower block_size")
-    argv = ["compare", common(bench_data, small), "--variant=size=nano", "--variant=size=gpt2_book", "--device=cpu"]
-    fails(capsys, lambda: bench.main(argv), "another batch_tokens")
+    for text, word in (("", "batch_tokens"), ("batch_tokens=256,block_size=32,eval_tokens=64,", "eval_windows than the first")):
+        argv = ["compare", common(bench_data, text + small), "--variant=size=nano", "--variant=size=gpt2_book", "--device=cpu"]
+        fails(capsys, lambda: bench.main(argv), f"another {word}")
 
 
 def test_bench_shared_weights_start_equal():
