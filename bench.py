@@ -1336,7 +1336,8 @@ def bench_plot(args):
     for draw, rows in ([(plot_logs, read_logs(args.logs))] if args.logs else
                        [(draw, records(args.records, what, args.run)) for what, draw in figures.items()]):
         for name, fig in draw(plt, rows) if rows else ():
-            fig.text(0, -0.03, f"{rows[0]['hardware']}, {rows[0]['run'][:10]}".rstrip(", "), fontsize=6, color="0.4")
+            machines = " and ".join(dict.fromkeys(r["hardware"] for r in rows))  # logs can be of several
+            fig.text(0, -0.03, f"{machines}, {rows[0]['run'][:10]}".rstrip(", "), fontsize=6, color="0.4")
             path = os.path.join(args.assets, f"{name}.{args.format}")
             fig.savefig(path, dpi=150, bbox_inches="tight")
             print(path)

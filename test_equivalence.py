@@ -3114,15 +3114,16 @@ def test_data_revised_source_is_never_spliced(corpus, monkeypatch, capsys):
 def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys):
     text, packed, data = corpus
     flip = lambda b: b[:1000] + bytes([b[1000] ^ 1]) + b[1001:]
-    for bad in (flip(packed), packed[:-1], flip(text), b"<html>no</html>", b""):
+    for bad in (flip(packed), packed[:-1], flip(text), b"<html>no</html>"):
         with server(bad) as (url, _):
             main = lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
             fails(capsys, main, "is not enwik8", "sha1", "removed")
         assert not os.path.exists(f"{data}/enwik8")
     own = tmp_path / "own.zip"
-    own.write_bytes(packed[:-9])
-    fails(capsys, lambda: pd.main(["enwik8", f"--from_file={own}", f"--data_dir={data}"]), "is not enwik8")
-    assert own.read_bytes() == packed[:-9] and not os.path.exists(f"{data}/enwik8")  # the user's own file stays
+    for bad in (b"", packed[:-9]):
+        own.write_bytes(bad)
+        fails(capsys, lambda: pd.main(["enwik8", f"--from_file={own}", f"--data_dir={data}"]), "is not enwik8")
+        assert own.read_bytes() == bad and not os.path.exists(f"{data}/enwik8")  # the user's own file stays
     own.write_bytes(text)  # the raw text does as well as the zip file
     pd.main(["enwik8", f"--from_file={own}", f"--data_dir={data}"])
     assert len(pd.load_dataset("enwik8", data).test) == 20_000
@@ -3894,12 +3895,14 @@ def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys, monkeypatch
                     for k in ("png", "svg")}
     bench_run(tmp_path, "prefill", "--batch=1", "--T=4,8", "--runs=1")
     bench.main(argv)
-    (tmp_path / "log.jsonl").write_text('{"settings": {"preset": "a"}, "machine": "", "config": {}}\n{"step": 0, "bits_per_byte": 7.2}\n')
-    logs = ["--logs", f"{tmp_path}/log.jsonl"]
+    for m in "ab":
+        (tmp_path / f"{m}.jsonl").write_text(
+            f'{{"settings": {{"preset": "a"}}, "machine": "CPU {m}", "config": {{}}}}\n{{"step": 0, "bits_per_byte": 7.2}}\n')
+    logs = ["--logs", f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl", "--format=svg"]
     fails(capsys, lambda: bench.main([*argv, "--run=x", *logs]), "type one of the two")
     fails(capsys, lambda: bench.main([*argv, "--run=x"]), "no run of compare, scaling, prefill, decode began then")
     bench.main(argv + logs)
-    assert {"prefill_nano.png", "training.png"} <= set(os.listdir(tmp_path / "assets"))
+    assert (tmp_path / "assets/prefill_nano.png").exists() and "CPU a and CPU b" in (tmp_path / "assets/training.svg").read_text()
 
 
 # -----------------------------------------------------------------------------
