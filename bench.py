@@ -554,33 +554,32 @@ def bench_compare(args):
         steps = [max(1, round(base.steps * base.flops / t.flops)) for t in trainers]
     else:
         steps = [base.steps] * len(trainers)
-    paper, params = [paper_quality(kind, t) for t in trainers], [t.params for t in trainers]
     del trainers, base
 
-    loss, rate, peak = [[[] for _ in variants] for _ in range(3)]
+    runs = [[] for _ in variants]
     for seed in range(args.seed, args.seed + args.seeds):
         given = dict(make(variants[0], seed).model.named_parameters())
         for i in [(seed + k) % len(variants) for k in range(len(variants))]:  # another first with each seed: warming up favours none
             t = make(variants[i], seed, given)
             t.set_steps(steps[i])
-            curve, tokens_per_s = t.run(f"run {sum(map(len, loss)) + 1} of {len(variants) * args.seeds}", args.points)
-            loss[i].append(curve[-1][2])
-            rate[i].append(tokens_per_s)
-            peak[i].append(t.peak.mib())
-            bits = curve[-1][2] / math.log(2) / data.bytes_per_token
-            record(args, model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=params[i],
-                   tokens=steps[i] * t.step_tokens, val_loss=curve[-1][2], bits_per_byte=bits, tokens_per_s=tokens_per_s,
-                   peak_mib=peak[i][-1], compiled=args.compile, dataset=data.name, bytes_per_token=data.bytes_per_token,
-                   preset=t.s.get("preset"), paper=paper[i], curve=curve)
-            print(f"seed {seed}  {texts[i] or 'default'}: {curve[-1][2]:.4f} nats per token, {tokens_per_s:,.0f} tokens/s", file=sys.stderr)
+            curve, tokens_per_s = t.run(f"run {sum(map(len, runs)) + 1} of {len(variants) * args.seeds}", args.points)
+            loss = curve[-1][2]
+            runs[i].append(dict(
+                model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=t.params,
+                tokens=steps[i] * t.step_tokens, val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token,
+                tokens_per_s=tokens_per_s, peak_mib=t.peak.mib(), compiled=args.compile, dataset=data.name,
+                bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), paper=paper_quality(kind, t), curve=curve))
+            record(args, **runs[i][-1])
+            print(f"seed {seed}  {texts[i] or 'default'}: {loss:.4f} nats per token, {tokens_per_s:,.0f} tokens/s", file=sys.stderr)
             del t
     rows = []
-    for i, text in enumerate(texts):
-        rows.append((f"`{text or 'default'}`", f"{params[i]:,}", f"{steps[i]:,}",
-                     paper[i] and (f"{paper[i]} bpc" if kind == "shaq" else f"ppl {paper[i]}"), f"{np.mean(loss[i]):.4f}",
-                     f"{np.mean(loss[i]) / math.log(2) / data.bytes_per_token:.4f}",
-                     "baseline" if i == 0 else with_error(*paired(loss[i], loss[0])), f"{np.median(rate[i]):,.0f}",
-                     peak[i][0] and f"{max(peak[i]):,.0f}"))
+    for i, mine in enumerate(runs):
+        r, loss, base = mine[0], [r["val_loss"] for r in mine], [r["val_loss"] for r in runs[0]]
+        rows.append((f"`{texts[i] or 'default'}`", f"{r['params']:,}", f"{r['steps']:,}",
+                     r["paper"] and (f"{r['paper']} bpc" if kind == "shaq" else f"ppl {r['paper']}"), f"{np.mean(loss):.4f}",
+                     f"{np.mean([r['bits_per_byte'] for r in mine]):.4f}", "baseline" if i == 0 else with_error(*paired(loss, base)),
+                     f"{np.median([r['tokens_per_s'] for r in mine]):,.0f}",
+                     r["peak_mib"] and f"{max(r['peak_mib'] for r in mine):,.0f}"))
     table(args, f"Equal {args.equal}, {args.seeds} seed{'s' * (args.seeds > 1)}, {data.name}, "
           f"{'compiled' if args.compile else 'not compiled'}",
           ["variant", "parameters", "steps", "paper, its data and size", "validation loss, nats", "bits per byte",
