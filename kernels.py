@@ -18,7 +18,6 @@ import operator
 from functools import lru_cache
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 try:
     import triton
@@ -234,12 +233,13 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 if triton is not None:
 
     @triton.jit
-    def _butterfly(x, R: tl.constexpr, W: tl.constexpr, LOG_W: tl.constexpr):
+    def _butterfly(x, R: tl.constexpr, W: tl.constexpr):
         "x @ H_W, (R, W) -> (R, W)"
-        for s in tl.static_range(LOG_W):
-            y = tl.permute(tl.reshape(x, (R, W // (2 << s), 2, 1 << s)), (0, 1, 3, 2))
-            a, b = tl.split(y)
-            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (R, W))
+        for s in tl.static_range(16):
+            if 1 << s < W:
+                y = tl.permute(tl.reshape(x, (R, W // (2 << s), 2, 1 << s)), (0, 1, 3, 2))
+                a, b = tl.split(y)
+                x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (R, W))
         return x
 
     @triton.jit
@@ -266,57 +266,43 @@ if triton is not None:
         return n
 
     @triton.jit
-    def _across(t, M: tl.constexpr, P: tl.constexpr, LOG_P: tl.constexpr, SIGNS: tl.constexpr, PAIRS: tl.constexpr):
-        "H_M (x) H_P over the tuple of M * P tiles; bit i*M+j of SIGNS is set where H_M[i, j] = -1"
-        for s in tl.static_range(LOG_P):
-            n = ()
-            for i in tl.static_range(M * P):
-                if (i >> s) & 1:
-                    n = n + (t[i ^ (1 << s)] - t[i],)
-                else:
-                    n = n + (t[i] + t[i ^ (1 << s)],)
-            t = n
-        if PAIRS:  # Paley's second: C (x) [[1,1],[1,-1]] + I (x) [[1,-1],[-1,-1]], half the additions: pairs' sums and differences, then C
+    def _across(t, M: tl.constexpr, P: tl.constexpr):
+        """
+        H_M (x) H_P over the tuple of M * P tiles. M is 1, 12, 20 or 28, and but for 1 of Paley's second construction: with one more butterfly,
+        u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), at half of the additions.
+        """
+        for s in tl.static_range(16):
+            if 1 << s < P * (1 + (M > 1)):
+                n = ()
+                for i in tl.static_range(M * P):
+                    if (i >> s) & 1:
+                        n = n + (t[i ^ (1 << s)] - t[i],)
+                    else:
+                        n = n + (t[i] + t[i ^ (1 << s)],)
+                t = n
+        if M == 20:
+            t = _grid(t, P)
+        elif M > 1:
             n = ()
             for i in tl.static_range(M * P):
                 if (i // P) & 1:
-                    n = n + (t[i - P] - t[i],)
-                else:
-                    n = n + (t[i] + t[i + P],)
-            t = n
-        if M == 20:
-            t = _grid(t, P)
-        elif PAIRS:
-            n = ()
-            for i in tl.static_range(M * P):
-                if (i // P) & 1:  # the diagonal block of C is zero; its place takes +-(the other of the pair)
                     acc = 0.0 - t[i - P]
                 else:
                     acc = t[i + P]
                 for k in tl.static_range(M // 2):
                     if k != i // P // 2:
-                        if (SIGNS >> ((i // P // 2 * 2) * M + 2 * k)) & 1:
-                            acc = acc - t[(2 * k + (i // P) % 2) * P + i % P]
-                        else:
+                        # C is 1 in its first row and column, else chi(i - k): 1 if (i - k)^((q - 1) / 2) = 1 mod q = M / 2 - 1 (Euler)
+                        if k * (i // P // 2) == 0 or (i // P // 2 - k) ** (M // 4 - 1) % (M // 2 - 1) == 1:
                             acc = acc + t[(2 * k + (i // P) % 2) * P + i % P]
-                n = n + (acc,)
-            t = n
-        elif M > 1:
-            n = ()
-            for i in tl.static_range(M * P):
-                acc = t[i % P]  # column 0 of H_M is all ones
-                for k in tl.static_range(1, M):
-                    if (SIGNS >> ((i // P) * M + k)) & 1:
-                        acc = acc - t[k * P + i % P]
-                    else:
-                        acc = acc + t[k * P + i % P]
+                        else:
+                            acc = acc - t[(2 * k + (i // P) % 2) * P + i % P]
                 n = n + (acc,)
             t = n
         return t
 
     @triton.jit
-    def _load_transform(x, pre, base, col, ok, M: tl.constexpr, P: tl.constexpr, LOG_P: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-                        LOG_W: tl.constexpr, SIGNS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr):
+    def _load_transform(x, pre, base, col, ok, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+                        INNER: tl.constexpr):
         "R rows of x (times pre), transformed, unnormalised: a tuple of M * P tiles (R, W), fp32"
         loaded = ()  # all loads first: they are then in flight together
         for i in tl.static_range(M * P):
@@ -336,23 +322,22 @@ if triton is not None:
             if INNER == 2:
                 y = tl.dot(v, H, out_dtype=tl.float32)
             elif INNER == 1:
-                y = _butterfly(v.to(tl.float32), R, W, LOG_W)
+                y = _butterfly(v.to(tl.float32), R, W)
             else:
                 y = v.to(tl.float32)
             t = t + (y,)
-        return _across(t, M, P, LOG_P, SIGNS, PAIRS)
+        return _across(t, M, P)
 
     @triton.jit
-    def _hadamard_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, LOG_P: tl.constexpr,
-                         C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, LOG_W: tl.constexpr, SIGNS: tl.constexpr,
-                         PAIRS: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr):
+    def _hadamard_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+                         C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr):
         "out = alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; one read, one write"
         row = tl.program_id(0) * R + tl.arange(0, R).to(tl.int64)
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
         base = row[:, None] * D + col[None, :]
         ok = (row < N)[:, None]
-        t = _load_transform(x, pre, base, col, ok, M, P, LOG_P, C, W, LOG_W, SIGNS, PAIRS, R, INNER)
+        t = _load_transform(x, pre, base, col, ok, M, P, C, W, R, INNER)
         for i in tl.static_range(M * P):
             y = t[i] * scale
             if alpha is not None:
@@ -372,8 +357,8 @@ if triton is not None:
 
     @triton.jit
     def _hadamard_norm_kernel(x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, D: tl.constexpr, M: tl.constexpr,
-                              P: tl.constexpr, LOG_P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, LOG_W: tl.constexpr,
-                              SIGNS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, RMS: tl.constexpr):
+                              P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
+                              RMS: tl.constexpr):
         """
         out = residual + alpha * scale * (x @ H) + beta and normed = LayerNorm(out), or RMSNorm; stats (2, N): each row's mean and
         1 / deviation. A program holds whole rows, so both norms' sums cost no memory: two reads and two writes, where the transform and
@@ -391,7 +376,7 @@ if triton is not None:
         ahead = ()  # every load before the first store, which might be to the same address: else each waits for memory in its turn
         for i in tl.static_range(M * P):
             ahead = ahead + (tl.load(residual + base + i * C, mask=ok, other=0.0),)
-        t = _load_transform(x, None, base, col, ok, M, P, LOG_P, C, W, LOG_W, SIGNS, PAIRS, R, INNER)
+        t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER)
         y = ()
         total = tl.zeros((R, W), tl.float32)  # over tiles first, across threads once
         for i in tl.static_range(M * P):
@@ -421,9 +406,8 @@ if triton is not None:
 
     @triton.jit
     def _hadamard_norm_backward_kernel(out, stats, dout, dnormed, dresidual, dx, dweight, dshift, alpha, weight, N, scale, D: tl.constexpr,
-                                       M: tl.constexpr, P: tl.constexpr, LOG_P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr,
-                                       W: tl.constexpr, LOG_W: tl.constexpr, SIGNS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr,
-                                       INNER: tl.constexpr, RMS: tl.constexpr):
+                                       M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr,
+                                       R: tl.constexpr, INNER: tl.constexpr, RMS: tl.constexpr):
         """
         The gradients of the kernel above for residual and x, dresidual = dout + (that of the norm), dx = scale * ((alpha * dresidual) H),
         and this program's partial sums of those for weight and shift: row program_id(0) of dweight and dshift, (G, D) fp32. With
@@ -483,9 +467,9 @@ if triton is not None:
                 tl.store(dresidual + base + i * C, g.to(dresidual.dtype.element_ty), mask=ok)
                 g = g * _load_vector(alpha + col + i * C, live)
                 if INNER:
-                    g = _butterfly(g, R, W, LOG_W)
+                    g = _butterfly(g, R, W)
                 t = t + (g,)
-            t = _across(t, M, P, LOG_P, SIGNS, PAIRS)
+            t = _across(t, M, P)
             for i in tl.static_range(M * P):
                 tl.store(dx + base + i * C, (t[i] * scale).to(dx.dtype.element_ty), mask=ok)
         to = tl.program_id(0).to(tl.int64) * D + col
@@ -495,9 +479,8 @@ if triton is not None:
                 tl.store(dshift + to + i * C, tl.sum(db[i], 0), mask=live)
 
     @triton.jit
-    def _hadamard_grads_kernel(x, dy, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, LOG_P: tl.constexpr,
-                               C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, LOG_W: tl.constexpr, SIGNS: tl.constexpr,
-                               PAIRS: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr):
+    def _hadamard_grads_kernel(x, dy, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+                               C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr):
         """
         Partial sums over this program's rows of dy * scale * (x @ H) and of dy: row program_id(0) of dalpha and dbeta, (G, D) fp32.
         x @ H is computed again, not saved: attention keeps x anyway. No atomics, so the sums come out the same every time.
@@ -513,7 +496,7 @@ if triton is not None:
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
             base = row[:, None] * D + col[None, :]
             ok = (row < N)[:, None]
-            t = _load_transform(x, None, base, col, ok, M, P, LOG_P, C, W, LOG_W, SIGNS, PAIRS, R, INNER)
+            t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER)
             na = ()
             nb = ()
             for i in tl.static_range(M * P):
@@ -580,11 +563,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             W = min(A * C, max(A, 1 << (max(1, warps * 32 * each // R) - 1).bit_length()))
         P = A * C // W
         C = CW = C // P
-    with _disable_current_modes():  # a tensor made under FakeTensorMode has no numbers
-        signs = sum(1 << i for i, v in enumerate(hadamard_matrix(M, torch.int8, "cpu").flatten().tolist()) if v < 0)
-    log = lambda n: n.bit_length() - 1
-    return dict(D=d, M=M, P=P, LOG_P=log(P), C=C, CW=CW, W=W, LOG_W=log(W), SIGNS=signs, PAIRS=M > 1 and _paley_order(M) == 2, R=R,
-                INNER=inner), warps
+    return dict(D=d, M=M, P=P, C=C, CW=CW, W=W, R=R, INNER=inner), warps
 
 
 def _columns(plan):  # programs along a row: one, but for a mix over heads, where each takes W of a head's channels
