@@ -301,12 +301,23 @@ if triton is not None:
         return t
 
     @triton.jit
+    def _load_tiles(at, ok, NT: tl.constexpr, C: tl.constexpr):
+        "Tuple of NT tiles, each C numbers behind the last. All loads stand before their first use: they are then in flight together."
+        t = ()
+        for i in tl.static_range(NT):
+            t = t + (tl.load(at + i * C, mask=ok, other=0.0),)
+        return t
+
+    @triton.jit
+    def _load_vector(at, live):
+        "W numbers of a vector as a row (1, W) in fp32, 0 where not live"
+        return tl.load(at, mask=live, other=None if live is None else 0.0).to(tl.float32)[None, :]
+
+    @triton.jit
     def _load_transform(x, pre, base, col, ok, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
                         INNER: tl.constexpr):
         "R rows of x (times pre), transformed, unnormalised: a tuple of M * P tiles (R, W), fp32"
-        loaded = ()  # all loads first: they are then in flight together
-        for i in tl.static_range(M * P):
-            loaded = loaded + (tl.load(x + base + i * C, mask=ok, other=0.0),)
+        loaded = _load_tiles(x + base, ok, M * P, C)
         t = ()
         if INNER == 2:
             j = tl.arange(0, W)
@@ -318,7 +329,7 @@ if triton is not None:
         for i in tl.static_range(M * P):
             v = loaded[i]
             if pre is not None:  # never with INNER == 2: rounding the product to 16 bits would double the error
-                v = v.to(tl.float32) * tl.load(pre + col + i * C).to(tl.float32)[None, :]
+                v = v.to(tl.float32) * _load_vector(pre + col + i * C, None)
             if INNER == 2:
                 y = tl.dot(v, H, out_dtype=tl.float32)
             elif INNER == 1:
@@ -341,19 +352,10 @@ if triton is not None:
         for i in tl.static_range(M * P):
             y = t[i] * scale
             if alpha is not None:
-                y = y * tl.load(alpha + col + i * C).to(tl.float32)[None, :]
+                y = y * _load_vector(alpha + col + i * C, None)
             if beta is not None:
-                y = y + tl.load(beta + col + i * C).to(tl.float32)[None, :]
+                y = y + _load_vector(beta + col + i * C, None)
             tl.store(out + base + i * C, y.to(out.dtype.element_ty), mask=ok)
-
-    @triton.jit
-    def _load_vector(p, live):
-        "W numbers of a vector as a row (1, W) in fp32, 0 where not live"
-        if live is None:
-            v = tl.load(p)
-        else:
-            v = tl.load(p, mask=live, other=0.0)
-        return v.to(tl.float32)[None, :]
 
     @triton.jit
     def _hadamard_norm_kernel(x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, D: tl.constexpr, M: tl.constexpr,
@@ -373,9 +375,7 @@ if triton is not None:
         if CW > C:
             live = j < C
             ok = ok & live[None, :]
-        ahead = ()  # every load before the first store, which might be to the same address: else each waits for memory in its turn
-        for i in tl.static_range(M * P):
-            ahead = ahead + (tl.load(residual + base + i * C, mask=ok, other=0.0),)
+        ahead = _load_tiles(residual + base, ok, M * P, C)  # before the first store, which might be to the same address and would be waited for
         t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER)
         y = ()
         total = tl.zeros((R, W), tl.float32)  # over tiles first, across threads once
@@ -421,11 +421,8 @@ if triton is not None:
         live = None
         if CW > C:
             live = j < C
-        dw = ()
-        db = ()
-        for i in tl.static_range(M * P):
-            dw = dw + (tl.zeros((R, W), tl.float32),)
-            db = db + (tl.zeros((R, W), tl.float32),)
+        dw = (tl.zeros((R, W), tl.float32),) * (M * P)
+        db = dw
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
             row = block * R + tl.arange(0, R).to(tl.int64)
             base = row[:, None] * D + col[None, :]
@@ -434,15 +431,12 @@ if triton is not None:
                 ok = ok & live[None, :]
             mean = tl.load(stats + row, mask=row < N, other=0.0)[:, None]
             rstd = tl.load(stats + N + row, mask=row < N, other=0.0)[:, None]
-            ys = ()
-            gs = ()
-            rs = ()
-            for i in tl.static_range(M * P):  # all loads first: they are then in flight together
+            ys, gs, rs = (), (), ()
+            for i in tl.static_range(M * P):  # all loads first, as above
                 ys = ys + (tl.load(out + base + i * C, mask=ok, other=0.0),)
                 gs = gs + (tl.load(dnormed + base + i * C, mask=ok, other=0.0),)
                 rs = rs + (tl.load(dout + base + i * C, mask=ok, other=0.0),)
-            nw = ()
-            nb = ()
+            nw, nb = (), ()
             a = tl.zeros((R, W), tl.float32)
             b = tl.zeros((R, W), tl.float32)
             for i in tl.static_range(M * P):
@@ -487,18 +481,14 @@ if triton is not None:
         """
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
-        da = ()
-        db = ()
-        for i in tl.static_range(M * P):
-            da = da + (tl.zeros((R, W), tl.float32),)  # summed over rows once, at the end
-            db = db + (tl.zeros((R, W), tl.float32),)
+        da = (tl.zeros((R, W), tl.float32),) * (M * P)  # summed over rows once, at the end
+        db = da
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
             base = row[:, None] * D + col[None, :]
             ok = (row < N)[:, None]
             t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER)
-            na = ()
-            nb = ()
+            na, nb = (), ()
             for i in tl.static_range(M * P):
                 g = tl.load(dy + base + i * C, mask=ok, other=0.0).to(tl.float32)
                 na = na + (da[i] + g * t[i],)
