@@ -1025,15 +1025,25 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
 if triton is not None:
 
     @triton.jit
-    def _fo_sigmoid(x, PTX: tl.constexpr):
+    def _fo_sigmoid(x, ACT: tl.constexpr, PTX: tl.constexpr):
+        "sigmoid(x) of a logit, if ACT; else x is activated already"
         # e^-x overflows to inf below -88, and 1 / inf is the right 0. Triton guards exp and division against denormals
         # that cannot matter here: 8 of the 12 instructions. In PTX the same formula takes 4.
-        if PTX:
+        if not ACT:
+            return x
+        elif PTX:
             return tl.inline_asm_elementwise(
                 "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; "  # -log2(e)
                 "add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }", "=f,f", [x], tl.float32, True, 1)
         else:
             return 1 / (1 + tl.exp(-x))
+
+    @triton.jit
+    def _fo_tanh(x, ACT: tl.constexpr, PTX: tl.constexpr):
+        if ACT:
+            return 2 * _fo_sigmoid(2 * x, True, PTX) - 1
+        else:
+            return x
 
     @triton.jit
     def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, H, sb, st, L,
@@ -1077,18 +1087,13 @@ if triton is not None:
             if not SUMMARY:
                 tl.store(edge_ptr + (t0 // U * B + b) * H + i, c, live)
             for u in tl.static_range(U):
-                z = zs[u].to(S)
-                f = fs[u].to(S)
-                if ACT:
-                    z = 2 * _fo_sigmoid(2 * z, PTX) - 1  # tanh
-                    f = _fo_sigmoid(f, PTX)
+                z, f = zs[u].to(S), fs[u].to(S)
+                z, f = _fo_tanh(z, ACT, PTX), _fo_sigmoid(f, ACT, PTX)
                 c = f * c + (1 - f) * z
                 if SUMMARY:
                     prod = prod * f
                 else:
-                    o = os[u].to(S)
-                    if ACT:
-                        o = _fo_sigmoid(o, PTX)
+                    o = _fo_sigmoid(os[u].to(S), ACT, PTX)
                     at = (b * T + t0 + u) * H + i
                     tl.store(h_ptr + at, (o * c).to(h_ptr.dtype.element_ty), live & (t0 + u + zero < T))
         if SUMMARY:
@@ -1141,29 +1146,22 @@ if triton is not None:
                 c = tl.load(edge_ptr + (t0 // U * B + b) * H + i, live, 0.0)
                 for u in tl.static_range(U):
                     z, f = zs[u].to(S), fs[u].to(S)
-                    if ACT:
-                        z = 2 * _fo_sigmoid(2 * z, PTX) - 1
-                        f = _fo_sigmoid(f, PTX)
+                    z, f = _fo_tanh(z, ACT, PTX), _fo_sigmoid(f, ACT, PTX)
                     cs = cs + (c,)
                     c = f * c + (1 - f) * z
             # f and z are written out a second time below; the compiler sees that they are the same and keeps the first
             for u in tl.static_range(U - 1, -1, -1):
-                f = fs[u].to(S)
-                if ACT:
-                    f = _fo_sigmoid(f, PTX)
+                f = _fo_sigmoid(fs[u].to(S), ACT, PTX)
                 dc = e
                 if dh_ptr is not None:
                     o, dh = os[u].to(S), gs[u].to(S)
-                    if ACT:
-                        o = _fo_sigmoid(o, PTX)
+                    o = _fo_sigmoid(o, ACT, PTX)
                     dc = o * dh + e
                 e = f * dc
                 if SUMMARY:
                     prod = prod * f
                 else:
-                    z = zs[u].to(S)
-                    if ACT:
-                        z = 2 * _fo_sigmoid(2 * z, PTX) - 1
+                    z = _fo_tanh(zs[u].to(S), ACT, PTX)
                     dz = (1 - f) * dc
                     df = (cs[u] - z) * dc
                     do = tl.zeros((D,), S)
