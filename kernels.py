@@ -15,7 +15,7 @@ function _reverse_mode_only, and all from that comment on: each half needs torch
 """
 import math
 import operator
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 
@@ -53,22 +53,16 @@ def _paley_order(m):
 @lru_cache(None)
 def _split_order(n):
     "n -> (m, 2^k) with n = m * 2^k, m the smallest order of Paley's (or 1); None if there is no such m"
-    if not isinstance(n, int) or n < 1:
-        return None
     c = n & -n  # the largest power of two in n
-    if n == c:
-        return 1, n
-    while c >= 1:
-        if _paley_order(n // c):
-            return n // c, c
+    while c and n != c and not _paley_order(n // c):
         c //= 2
-    return None
+    return (n // c, c) if c else None
 
 
 def _check_order(n, what="n"):
     if _split_order(n) is None:
-        near = [v for v in range(max(1, n // 2), 2 * max(n, 2) + 1) if _split_order(v)] if isinstance(n, int) and n > 0 else [1, 2, 4]
-        low, high = [v for v in near if v < n][-1:], [v for v in near if v > n][:1]
+        low = [next(v for v in range(n - 1, 0, -1) if _split_order(v))] if n > 1 else []
+        high = [next(v for v in range(max(n, 0) + 1, 2 * max(n, 1) + 1) if _split_order(v))]  # a power of two at the latest
         raise ValueError(f"no Hadamard matrix of order {what}={n} is built here (orders are m * 2^k, m = 1, 12, 20, 28, 36, 44, 60, ...): "
                          f"the nearest that work are {' and '.join(map(str, low + high))}")
 
@@ -102,12 +96,9 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
 
     H_n = H_m (x) H_(2^k), H_m by Paley's first or second construction over a prime (H_20: over GF(9)), H_(2^k) Sylvester's in natural
     order, so that H_n (x) H_p is again hadamard_matrix(n * p) when p is a power of two. ValueError for any other n, naming the nearest
-    orders that work.
+    orders that work, TypeError for what is no integer.
     """
-    try:
-        n = operator.index(n)  # numpy's integers are none of Python's
-    except TypeError:
-        pass  # no integer, as the next line says
+    n = operator.index(n)  # numpy's integers, too
     _check_order(n)
     m, _ = _split_order(n)
     H = _paley(m) if m > 1 else torch.ones(1, 1, dtype=torch.int8, device="cpu")
@@ -131,15 +122,13 @@ def _factors(d, n_head, heads_only, dtype, device):
     """
     if heads_only:
         return hadamard_matrix(n_head, dtype, device), None
-    orders = [f for n in (n_head, d // n_head) for f in (_split_order(n)[0], *[2] * (_split_order(n)[1].bit_length() - 1)) if f > 1]
+    orders = []
+    for n in (n_head, d // n_head):
+        m, c = _split_order(n)
+        orders += [m] + [2] * (c.bit_length() - 1)
     cut = min(range(len(orders) + 1), key=lambda i: (max(math.prod(orders[:i]), math.prod(orders[i:])), i))  # the wider factor last
-    pair = []
-    for part in (orders[:cut], orders[cut:]):
-        F = torch.ones(1, 1, dtype=torch.int8, device="cpu")
-        for n in part:
-            F = torch.kron(F, hadamard_matrix(n, torch.int8, "cpu"))
-        pair.append(F.to(device=device, dtype=dtype))
-    return tuple(pair)
+    A, B = (reduce(torch.kron, [hadamard_matrix(n, torch.int8, "cpu") for n in (1, *part)]) for part in (orders[:cut], orders[cut:]))
+    return A.to(device=device, dtype=dtype), B.to(device=device, dtype=dtype)
 
 
 def _blocks(x, n_head, heads_only):
@@ -164,12 +153,15 @@ def _blocks(x, n_head, heads_only):
 
 def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
     r, transform = _blocks(x, n_head, heads_only)
-    out, dtype = torch.empty_like(x), x.dtype
-    if x.element_size() > 2 or math.frexp(scale)[0] != 0.5:  # 16-bit vectors times scale are exact in 16 bits if that is a power of two
-        least = torch.promote_types(x.dtype, torch.float32)
-        alpha, beta, pre = (v if v is None else v.to(torch.promote_types(v.dtype, least)) for v in (alpha, beta, pre))
-    for v in (alpha, beta, pre):
-        dtype = dtype if v is None else torch.promote_types(dtype, v.dtype)
+    out = torch.empty_like(x)
+
+    def widen(v):
+        if v is None or v.dtype == x.dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5:  # times a power of two bf16 stays exact
+            return v
+        return v.to(reduce(torch.promote_types, (v.dtype, x.dtype, torch.float32)))
+
+    alpha, beta, pre = map(widen, (alpha, beta, pre))
+    dtype = reduce(torch.promote_types, [v.dtype for v in (x, alpha, beta, pre) if v is not None])
     wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # 16-bit rows, fp32 vectors: rounded once, on the way out
     scaled = None if pre is None else x.new_empty(r, x.shape[1])
     if pre is not None and alpha is None and x.dtype != torch.float16:  # a pass less; fp16 would lose small gradients to its short range
@@ -268,8 +260,8 @@ if triton is not None:
     @triton.jit
     def _across(t, M: tl.constexpr, P: tl.constexpr):
         """
-        H_M (x) H_P over the tuple of M * P tiles. M is 1, 12, 20 or 28, and but for 1 of Paley's second construction: with one more butterfly,
-        u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), at half of the additions.
+        H_M (x) H_P over the tuple of M * P tiles. M is 1, 12, 20 or 28; the last three are of Paley's second construction: with one more
+        butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), at half of the additions.
         """
         for s in tl.static_range(16):
             if 1 << s < P * (1 + (M > 1)):
@@ -375,7 +367,7 @@ if triton is not None:
         if CW > C:
             live = j < C
             ok = ok & live[None, :]
-        ahead = _load_tiles(residual + base, ok, M * P, C)  # before the first store, which might be to the same address and would be waited for
+        ahead = _load_tiles(residual + base, ok, M * P, C)  # before any store: one to the same address would be waited for
         t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER)
         y = ()
         total = tl.zeros((R, W), tl.float32)  # over tiles first, across threads once
@@ -617,6 +609,12 @@ def _grads_triton(x, dy, scale, n_head, heads_only):
 # written with the two themselves. The third adds what follows in a block.
 
 
+def _check_orders(d, n_head, heads_only):  # within the operators: before them, torch.compile would trace it
+    _check_order(n_head, "n_head")
+    if not heads_only:
+        _check_order(d // n_head, "d" if n_head == 1 else "d / n_head")
+
+
 def _on_triton(x, n_head, heads_only):
     return (x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and
             _plan(x.shape[1], n_head, heads_only, x.element_size() * 8) is not None)
@@ -626,9 +624,7 @@ def _on_triton(x, n_head, heads_only):
 def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | None, pre: torch.Tensor | None, scale: float,
               n_head: int, heads_only: bool) -> torch.Tensor:
     "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None"
-    _check_order(n_head, "n_head")  # here and not outside, where torch.compile would trace it
-    if not heads_only:
-        _check_order(x.shape[1] // n_head, "d" if n_head == 1 else "d / n_head")
+    _check_orders(x.shape[1], n_head, heads_only)
     run = _transform_triton if _on_triton(x, n_head, heads_only) else _transform_torch
     return run(x, alpha, beta, pre, scale, n_head, heads_only)
 
@@ -657,7 +653,7 @@ def _(x, alpha, beta, pre, scale, n_head, heads_only):
 
 @_hadamard_grads.register_fake
 def _(x, dy, scale, n_head, heads_only):
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(x.shape[1], dtype=wide), x.new_empty(x.shape[1], dtype=wide)
 
 
@@ -709,9 +705,7 @@ def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor,
                    shift: torch.Tensor | None, scale: float, eps: float, rms: bool, n_head: int,
                    heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "-> out (N, d) in residual's dtype, its norm (N, d) in x's, mean and 1 / deviation of each row (2, N)"
-    _check_order(n_head, "n_head")
-    if not heads_only:
-        _check_order(x.shape[1] // n_head, "d" if n_head == 1 else "d / n_head")
+    _check_orders(x.shape[1], n_head, heads_only)
     run = _norm_triton if _norm_on_triton(x, residual, n_head, heads_only) else _norm_torch
     return run(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only)
 
@@ -810,12 +804,13 @@ def hadamard_path(d, device, n_head=1, heads_only=False):
     return "PyTorch, as the Triton kernel has no plan for this width" if _plan(d, n_head, heads_only, 16) is None else "Triton kernel"
 
 
-def _as_rows(name, x):
+def _as_rows(name, x, what="x"):
     "x (..., d) as rows (N, d), contiguous"
     if not x.is_floating_point() or x.dtype.itemsize == 1:
-        raise TypeError(f"{name}: x is in {x.dtype}, expected float16, bfloat16, float32 or float64; cast it first, e.g. with .float()")
+        raise TypeError(f"{name}: {what} is in {x.dtype}, expected float16, bfloat16, float32 or float64; cast it first, "
+                        "e.g. with .float()")
     if not x.dim() or not x.shape[-1]:
-        raise ValueError(f"{name}: x has shape {tuple(x.shape)}, expected (..., d) with d of 1 or more")
+        raise ValueError(f"{name}: {what} has shape {tuple(x.shape)}, expected (..., d) with d of 1 or more")
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
@@ -844,7 +839,7 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)
     d = x.shape[-1]
-    if d % n_head or alpha.shape != (d,) or beta.shape != (d,):
+    if n_head < 1 or d % n_head or alpha.shape != (d,) or beta.shape != (d,):
         raise ValueError(f"hadamard_affine: x (..., d) with d a multiple of n_head, alpha (d,) and beta (d,); got x {tuple(x.shape)}, "
                          f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
     scale = (n_head if heads_only else d) ** -0.5
@@ -861,15 +856,14 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     which are what other widths take: see hadamard_norm_is_fused.
     """
     _reverse_mode_only("hadamard_affine_norm")
-    rows = _as_rows("hadamard_affine_norm", x)
-    d = x.shape[-1]
-    if d % n_head or residual.shape != x.shape or any(t is not None and t.shape != (d,) for t in (alpha, beta, weight, shift)):
+    rows, before = _as_rows("hadamard_affine_norm", x), _as_rows("hadamard_affine_norm", residual, "residual")
+    d, vectors = x.shape[-1], [t for t in (alpha, beta, weight, shift) if t is not None]
+    if n_head < 1 or d % n_head or residual.shape != x.shape or any(t.shape != (d,) for t in vectors):
         raise ValueError("hadamard_affine_norm: x (..., d) with d a multiple of n_head, residual of its shape, alpha, beta, weight, "
                          f"shift (d,); got x {tuple(x.shape)}, residual {tuple(residual.shape)}, n_head {n_head}, "
-                         f"vectors of {[tuple(t.shape) for t in (alpha, beta, weight, shift) if t is not None]}")
+                         f"vectors of {[tuple(t.shape) for t in vectors]}")
     scale = (n_head if heads_only else d) ** -0.5
-    y, normed, _ = _hadamard_norm(rows, residual.reshape(-1, d).contiguous(), alpha, beta, weight, shift, scale, eps, rms, n_head,
-                                  heads_only)
+    y, normed, _ = _hadamard_norm(rows, before, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only)
     return y.view(x.shape), normed.view(x.shape)
 
 

@@ -158,6 +158,12 @@ def test_hadamard_order_that_does_not_exist_names_the_nearest():
             with pytest.raises(ValueError, match="nearest") as e:
                 call()
             assert str(e.value).endswith(f"nearest that work are {' and '.join(map(str, near))}") and "\n" not in str(e.value)
+    with pytest.raises(TypeError, match="integer"):
+        hadamard_matrix(12.0)
+    kernels._split_order.cache_clear()
+    with pytest.raises(ValueError, match="1000000 and 1000004"):
+        hadamard_matrix(1000003)
+    assert kernels._split_order.cache_info().misses < 100  # not every order from half of it to its double
 
 
 def test_hadamard_transform_is_the_dense_product():
@@ -212,6 +218,8 @@ def test_hadamard_affine_does_not_round_16_bit_vectors_again():
     x, beta = x.detach().bfloat16(), torch.zeros(768).bfloat16()
     low, high = (hadamard_affine(x, alpha.to(kind), beta.to(kind)) for kind in (torch.bfloat16, torch.float32))
     assert torch.equal(low, high)
+    x, alpha, beta = torch.randn(64, 1024).half(), torch.rand(1024).mul(1e-3).half(), torch.zeros(1024).half()  # alpha / 32 is subnormal
+    assert torch.equal(hadamard_affine(x, alpha, beta), hadamard_affine(x, alpha.float(), beta.float()))
 
 
 def test_hadamard_norm_is_as_exact_as_the_wider_of_its_inputs():
@@ -300,6 +308,8 @@ def test_hadamard_wrong_shapes_are_one_line():
     for call, words in ((lambda: hadamard_affine(x, torch.zeros(47), v), ("alpha (47,)", "(2, 48)")),
                         (lambda: hadamard_affine(x, v, torch.zeros(1)), ("beta (1,)",)),
                         (lambda: hadamard_affine(x, v, v, 5), ("n_head 5",)),
+                        (lambda: hadamard_affine(x, v, v, 0), ("n_head 0",)),
+                        (lambda: hadamard_affine_norm(x, v, v, x, v, n_head=-4, heads_only=True), ("n_head -4",)),
                         (lambda: hadamard_affine(x, v, v, 16), ("d / n_head=3", "2 and 4")),
                         (lambda: hadamard_affine(x, v, v, 3, True), ("n_head=3", "2 and 4")),
                         (lambda: hadamard_affine(torch.zeros(2, 50), torch.zeros(50), torch.zeros(50)), ("d=50", "48 and 56"))):
@@ -1348,6 +1358,8 @@ def test_hadamard_refuses_what_it_cannot_transform():
         for shape in ((), (3, 0)):
             with pytest.raises(ValueError, match="expected"):
                 f(torch.ones(shape))
+    with pytest.raises(TypeError, match="residual is in torch.int64"):
+        hadamard_affine_norm(torch.ones(2, 8), vector, vector, torch.ones(2, 8).long(), vector)
 
 
 def test_gpt_head_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
