@@ -212,13 +212,14 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 
 
 # -----------------------------------------------------------------------------
-# Triton path. A row of d numbers is cut into NT tiles of W; a program holds R rows of all NT tiles in registers.
-#     inside a tile    H_W, by one tensor-core product with a matrix of +-1 made in registers (16-bit input, more than _FEW rows, d <= 1024)
-#                      or by butterflies (the rest, the norm, all gradients). 16-bit times +-1 is exact and sums are fp32, so nothing is
-#                      rounded to 16 bits before the very end, which a second tensor-core product would need.
-#     across tiles     H_NT, plain additions of whole tiles in fp32: no shuffles, no shared memory, and no padding for orders like 12.
-# A tile gathers the elements (a, :, c) of a row seen as (A, NT, C), so A > 1 puts the factor across tiles in the middle:
-# H_A (x) H_NT (x) H_C. That is the layer's H for 16 heads of 96 = 12 * 8. A mix over heads alone is NT = h, H_W = I.
+# Triton path. A row of d numbers is cut into NT = M * P tiles of W, P a power of two; a program holds R rows of all tiles in registers.
+#     inside a tile    H_W. INNER = 2: by one tensor-core product with a matrix of +-1 made in registers (16-bit input, more than _FEW rows,
+#                      d <= 1024). INNER = 1: by butterflies (the rest, the norm, all gradients). INNER = 0: not at all. 16-bit times +-1 is
+#                      exact and sums are fp32, so nothing is rounded to 16 bits before the very end, as it would be for a second product.
+#     across tiles     H_M (x) H_P, plain additions of whole tiles in fp32: no shuffles, no shared memory, no padding for orders like 12.
+# Tile n holds the elements (a, n, c), all a and c, of a row seen as (A, NT, C), so A > 1 puts the factor across tiles in the middle:
+# H_A (x) H_NT (x) H_C. That is the layer's H for 16 heads of 96 = 12 * 8. A mix over heads alone is NT = h, INNER = 0. There a program
+# takes CW of a head's C channels, or C = 96 stand in tiles of CW = 128; elsewhere CW is C.
 # Floor in 16 bits: 4 bytes an element. Instructions an element on sm_90 (27 keep up with nine tenths of an H200's memory), from
 # ahead-of-time compilation: 12.7 for d = 1024, 16.2 for 768, by butterflies 22 to 31; in fp32 the budget is twice that.
 
@@ -237,8 +238,9 @@ if triton is not None:
     @triton.jit
     def _grid(t, P: tl.constexpr):
         """
-        The second half of _across for H_20, in 6 additions instead of 10: GF(9) is a 3 x 3 grid in which chi(x - y) is 1 along rows and
-        columns and -1 elsewhere, so C x = x_0 - sum + 2 (row + column) - 3 x. Tile i of 20 P: i // 2P is 0, or 1 + the place on the grid.
+        The second half of _across for H_20, C and the diagonal, in 6 additions instead of 10: GF(9) is a 3 x 3 grid in which chi(x - y) is
+        1 along the row and the column of y and -1 elsewhere, so (C x)_y = x_0 - sum + 2 (row + column) - 3 x_y, sums over the grid without
+        x_0, and (C x)_0 = sum. Of tile i of 20 P, i // 2P is 0, or 1 + the place on the grid.
         """
         lines = ()  # sums of 3 rows, then of 3 columns, each for 2 P tiles
         for i in tl.static_range(6 * P):
@@ -251,10 +253,7 @@ if triton is not None:
             if i >= 2 * P:
                 acc = (t[i % (2 * P)] - acc) - 3 * t[i] + 2 * (lines[(i // (2 * P) - 1) // 3 * 2 * P + i % (2 * P)]
                                                                + lines[(3 + (i // (2 * P) - 1) % 3) * 2 * P + i % (2 * P)])
-            if (i // P) & 1:
-                n = n + (acc - t[i - P],)
-            else:
-                n = n + (acc + t[i + P],)
+            n = n + (acc - t[i - P] if (i // P) & 1 else acc + t[i + P],)
         return n
 
     @triton.jit
@@ -267,20 +266,14 @@ if triton is not None:
             if 1 << s < P * (1 + (M > 1)):
                 n = ()
                 for i in tl.static_range(M * P):
-                    if (i >> s) & 1:
-                        n = n + (t[i ^ (1 << s)] - t[i],)
-                    else:
-                        n = n + (t[i] + t[i ^ (1 << s)],)
+                    n = n + (t[i ^ (1 << s)] - t[i] if (i >> s) & 1 else t[i] + t[i ^ (1 << s)],)
                 t = n
         if M == 20:
             t = _grid(t, P)
         elif M > 1:
             n = ()
             for i in tl.static_range(M * P):
-                if (i // P) & 1:
-                    acc = 0.0 - t[i - P]
-                else:
-                    acc = t[i + P]
+                acc = 0.0 - t[i - P] if (i // P) & 1 else t[i + P]
                 for k in tl.static_range(M // 2):
                     if k != i // P // 2:
                         # C is 1 in its first row and column, else chi(i - k): 1 if (i - k)^((q - 1) / 2) = 1 mod q = M / 2 - 1 (Euler)
@@ -493,8 +486,9 @@ if triton is not None:
             tl.store(dbeta + out + i * C, tl.sum(db[i], 0))
 
 
-_FEW = 132  # up to so many rows one program for each, as an H200 has multiprocessors: by compiled code a warp then runs half the
-# instructions that it does in 9 programs of 16 rows; not timed
+# Up to so many rows, as many as an H200 has multiprocessors, each row is a program: by compiled code a warp then runs half the
+# instructions that it does in 9 programs of 16 rows. Not timed.
+_FEW = 132
 
 
 @lru_cache(256)
@@ -605,8 +599,8 @@ def _grads_triton(x, dy, scale, n_head, heads_only):
 
 
 # -----------------------------------------------------------------------------
-# The operators. The first two suffice for all their derivatives, of any order, because H is its own transpose: the gradient of each is
-# written with the two themselves. The third adds what follows in a block.
+# The operators. hadamard and hadamard_grads suffice for all their derivatives, of any order, because H is its own transpose: the gradient
+# of each is written with the two themselves. hadamard_backward is both in one walk, for a CPU. hadamard_norm adds what follows in a block.
 
 
 def _check_orders(d, n_head, heads_only):  # within the operators: before them, torch.compile would trace it
@@ -775,9 +769,12 @@ def _backward_norm(ctx, dout, dnormed, dstats):
     x, alpha, beta, weight, out, stats = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     dnormed = torch.zeros_like(x) if dnormed is None else dnormed.contiguous()
-    args, (shift, _, scale, _, *heads) = (out, stats, dout, dnormed, alpha, weight, *ctx.how), ctx.how
-    again = torch.is_grad_enabled() or dstats is not None  # these gradients, or their own, are wanted in autograd's operations
-    dx, dy, dweight, dshift = _norm_backward_torch(*args, dstats) if again else _hadamard_norm_backward(*args)
+    shift, _, scale, _, *heads = ctx.how
+    args = out, stats, dout, dnormed, alpha, weight, *ctx.how
+    if torch.is_grad_enabled() or dstats is not None:  # to be differentiated again, or the gradient of such a derivative
+        dx, dy, dweight, dshift = _norm_backward_torch(*args, dstats)
+    else:
+        dx, dy, dweight, dshift = _hadamard_norm_backward(*args)
     dalpha, dbeta = _hadamard_grads(x, dy, scale, *heads)
     return (dx, dy, dalpha.to(alpha.dtype), dbeta.to(beta.dtype), dweight.to(weight.dtype), dshift.to(weight.dtype) if shift else None,
             None, None, None, None, None)
