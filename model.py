@@ -1259,10 +1259,10 @@ class Machine:
         return net
 
     def leave(self):
-        """Every process's last act with the others: to go while one still counts on it can abort that one. The barrier moves no tensor of
-        Python's, which a thread of gloo's, if it still held one while Python ends, could not give back: that aborts too. Delete what
-        parallel() made before: it holds the group, which would then end with it, inside Python's lock, and wait for a thread that may
-        itself wait for that lock: a hang, seen once."""
+        """End the process group, all processes together: one that goes while another still counts on it can abort that one. A barrier, as it
+        moves no tensor of Python's: gloo's thread may still hold one while Python ends, cannot give it back, and aborts. Delete what
+        parallel() made first: it holds the group, which would otherwise end as Python does, under Python's lock, and wait there for a
+        thread that may wait for that lock (a hang, seen once)."""
         if self.world > 1:
             torch.distributed.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
             torch.distributed.destroy_process_group()
@@ -1299,6 +1299,8 @@ def machine(device="auto", dtype="auto"):
         note += f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     m = Machine(device, torch.float32 if dtype == "auto" else getattr(torch, dtype), rank, world, note)
     if world > 1:
+        # before there is a group: DDP imports this, and its functions' default arguments would keep the group of that moment, past leave()
+        from torch.distributed.nn import functional  # noqa: F401
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))  # all wait for a save
     if dtype != "auto":
         m.note += f"; {dtype}, as asked" + (", its products in TF32" if device.type == "cuda" and dtype == "float32" and has_bf16 else "")

@@ -2586,10 +2586,10 @@ def test_lamb_wants_fp32_and_numbers_that_make_sense():
 TINY_SHAQ = ["--device=cpu", "--n_embd=16", "--mem_len=230", "--dropout=0.1", "--dtype=float32", "--eval_tokens=400", "--eval_interval=4"]
 
 
-def _train_shaq(tmp_path, *flags, processes=0):
+def _train_shaq(tmp_path, *flags, processes=0, script=HERE / "train_shaq.py"):
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
-    done = subprocess.run([sys.executable, *launch, os.path.join(HERE, "train_shaq.py"), f"--data_dir={tmp_path}/data", "--dataset=mine",
-                           *TINY_SHAQ, *flags], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run([sys.executable, *launch, str(script), f"--data_dir={tmp_path}/data", "--dataset=mine",
+                           *TINY_SHAQ, *flags], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0 and ("Traceback" not in done.stderr or processes), done.stderr
     return done
 
@@ -2854,10 +2854,23 @@ def test_train_shaq_flags_reach_the_model(train_shaq_here, tmp_path):
     assert all(s["exp_avg"].any() for s in state.values())  # grad_clip=0 is no clipping, not no gradient
 
 
+SAMPLES = """
+import sys
+sys.path.insert(0, {here!r})
+import glob, train_shaq
+def sample(*args, generate=train_shaq.SHAQ.generate, **kw):
+    assert "pt_gloo_runloop\\n" not in [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]  # the group has ended
+    return generate(*args, **kw)
+train_shaq.SHAQ.generate = sample
+train_shaq.run(train_shaq.main)
+"""
+
+
 def test_train_shaq_two_processes_are_one(text_data, train_shaq_here):
     flags = "--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3"
     train_shaq_here(*flags, f"--out_dir={text_data / 'one'}")
-    _train_shaq(text_data, *flags, "--out_dir=two", processes=2)
+    (text_data / "samples.py").write_text(SAMPLES.format(here=str(HERE)))
+    assert "sample:" in _train_shaq(text_data, *flags, "--out_dir=two", processes=2, script="samples.py").stdout
     one, two = (losses(records(text_data / out)) for out in ("one", "two"))
     assert len(one[0]) == 6 and all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two))
     a, b = (tensors(torch.load(text_data / out / "ckpt.pt", weights_only=True)["state"]) for out in ("one", "two"))
