@@ -108,7 +108,7 @@ def rope(x, cos, sin):
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     if x.device.type == "cpu" or x.is_cuda and not torch.compiler.is_compiling():  # one pass: on a CPU 5 times faster than four real ones
         y = torch.view_as_real(torch.view_as_complex(y) * torch.complex(cos, sin))
-    else:  # torch.compile makes one pass of this and one of its gradient; of complex numbers it would not, nor of pairs unbound
+    else:  # torch.compile makes one pass of this and one of its gradient, but not of complex numbers, nor of x_2i and x_2i+1 taken apart
         y = y * cos[..., None] + y.flip(-1) * torch.stack((-sin, sin), -1)
     return y.flatten(-2).to(x.dtype)
 
@@ -131,10 +131,7 @@ def query_blocks(q, k):
 
 
 def causal_weights(q, k, i, e, dropout, seed):
-    """
-    -> n, the keys that query rows i to e see; those rows over sqrt(w); P = softmax(q k^T / sqrt(w)) of them (N, e - i, n); what of it
-    dropout drops, or None
-    """
+    "Rows i to e -> n, how many keys they see; q / sqrt(w); P = softmax(q k^T / sqrt(w)), causal (N, e - i, n); what dropout drops, or None"
     n = e + k.size(1) - q.size(1)  # the queries are the last of all positions
     q_i = q[:, i:e] * q.size(-1) ** -0.5
     S = torch.bmm(q_i, k[:, :n].mT)
@@ -175,8 +172,9 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, r: torch.Tensor | None, 
 def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, r: torch.Tensor | None, v: torch.Tensor,
                                u: torch.Tensor | None, seed: torch.Tensor | None, dropout: float) -> list[torch.Tensor]:
     "-> gradients of q, k, v, and of r, u if there are"
-    dq, dk, dv, dr, du = [torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v),
-                          *((None, None) if r is None else (torch.empty_like(r), torch.zeros_like(u)))]
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if r is not None:
+        dr, du = torch.empty_like(r), torch.zeros_like(u)
     g = g if dropout == 0.0 else g * (1 / (1 - dropout))
     for i, e in query_blocks(q, k):
         n, q_i, P, drop = causal_weights(q, k, i, e, dropout, seed)
@@ -228,7 +226,7 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     """
     softmax(q k^T / sqrt(w)) v, or with r and u the outer form (softmax(..) * (r v^T)) u. All (B, h, T, w), v of any width where r is None;
     k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u), under autocast in its
-    dtype. T = 1 takes a mask (1, S) in the dtype of q, 0 where the query may look and -inf elsewhere. Raises ValueError on one for more.
+    dtype. One query, T = 1, also takes a mask (1, S) in the dtype of q: 0 where it may look, -inf elsewhere.
     """
     T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
     if T > 1 and mask is not None:
@@ -239,8 +237,8 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
                          + ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip("qkvru", (q, k, v, r, u)) if t is not None))
     # One of three ways:
     # 1. Blocks of query rows: on a CPU, over a memory, and where no flash kernel serves (heads above 256, the outer form) and S is larger
-    #    than v. A kernel of our own would lack registers for sums 768 or 1,536 wide [2] and form S anew for every few hundred columns, 1.7
-    #    times the operations, when moving S to memory and back takes a third of the time of the products. Calculated for an H200, not
+    #    than v. No kernel of our own: its sums, 768 or 1,536 wide [2], outgrow the registers, so it would form S anew for every few hundred
+    #    columns, 1.7 times the operations; to move S to memory and back takes a third of the products' time. Calculated for an H200, not
     #    measured (bench.py kernels does); FlashAttention's author advises the same (Dao-AILab/flash-attention, issues 801 and 805).
     # 2. PyTorch's fused operator, for heads up to 256.
     # 3. S whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where blocks take 11 and 19.
@@ -278,14 +276,15 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         d, self.n_head = config.n_embd, config.n_head
-        self.attn, self.attn_out, self.dropout = config.attn, config.attn_out, config.dropout
+        self.attn, self.dropout = config.attn, config.dropout
+        self.attn_out = config.attn_out if self.attn == "mha" else "none"                # [2] has no output projection
         if self.attn == "mha":
             self.c_attn = nn.Linear(d, 3 * d, bias=config.bias and config.qkv_bias)  # W_Q, W_K, W_V
         else:
             self.c_attn = nn.Linear(d, 5 * d, bias=False)    # W_Q, W_K, W_V, W_KR, W_QR
-        if self.attn == "mha" and self.attn_out == "dense":
+        if self.attn_out == "dense":
             self.c_proj = nn.Linear(d, d, bias=config.bias)  # W_O
-        elif self.attn == "mha" and self.attn_out != "none":
+        elif self.attn_out != "none":
             self.alpha = nn.Parameter(torch.empty(d))
             self.beta = nn.Parameter(torch.empty(d))
             self.order = hadamard_heads(config) if self.attn_out == "hadamard" else config.n_head  # h of H_d = H_h (x) H_(d / h)
@@ -322,15 +321,13 @@ class Attention(nn.Module):
         if norm is not None:
             return hadamard_affine_norm(y, self.alpha, self.beta, residual, norm.weight, getattr(norm, "bias", None), norm.eps,
                                         isinstance(norm, nn.RMSNorm), self.order, self.attn_out == "head_hadamard")
-        if self.attn != "mha" or self.attn_out == "none":
-            pass                                                                         # [2] has no output projection
-        elif self.attn_out == "dense":
+        if self.attn_out == "dense":
             y = self.c_proj(y)                                                           # Y W_O
         elif self.attn_out == "hadamard":
             y = hadamard_affine(y, self.alpha, self.beta, self.order)                    # alpha * (Y H) + beta, [1, eq. 1]
         elif self.attn_out == "head_hadamard":
             y = hadamard_affine(y, self.alpha, self.beta, self.order, heads_only=True)   # alpha * (Y (H_h (x) I)) + beta
-        else:
+        elif self.attn_out == "identity":
             y = torch.addcmul(self.beta.to(y.dtype), y, self.alpha.to(y.dtype))          # alpha * Y + beta: the control without a mix
         return self.resid_dropout(y)
 
@@ -391,7 +388,7 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, grads):
         n, dtype = max(1, HEAD_LOGITS * (1 if x.device.type == "cpu" else 4) // len(weight)), product_dtype(x)
         # fp16: as they are, most of a large vocabulary's p are below its range, and their product with x, summed over rows, can be above it
-        up, down = (2.0 ** 7, 2.0 ** (7 + max(0, len(x).bit_length() - 10))) if dtype == torch.float16 else (1.0, 1.0)
+        up, down = (2.0 ** 7, 2.0 ** (7 + max(0, min(n, len(x)).bit_length() - 10))) if dtype == torch.float16 else (1.0, 1.0)
         x_, w_ = x.to(dtype), weight.to(dtype)
         grads = grads and any(ctx.needs_input_grad)
         loss, dx, dw = 0.0, torch.empty_like(x_) if grads else None, None
@@ -407,11 +404,13 @@ class HeadLoss(torch.autograd.Function):
                 else:
                     p = logits.sub_(lse).exp_()                                          # softmax
                     p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
-                p = (p * up).to(dtype) if up > 1 else p.to(dtype)                        # d loss / d logits, times N up
+                p = (p * up if up > 1 else p).to(dtype)                                  # d loss / d logits, times N up
                 torch.mm(p, w_, out=dx[i:i + n])
                 part = p.T @ (x_[i:i + n] / down if down > 1 else x_[i:i + n])
-                dw = (part if dw is None and i + n >= len(x) else
-                      part.to(torch.promote_types(dtype, torch.float32)) if dw is None else dw.add_(part))
+                if dw is None:
+                    dw = part if n >= len(x) else part.to(torch.promote_types(dtype, torch.float32))  # several parts are summed in fp32
+                else:
+                    dw.add_(part)
         if grads:
             ctx.save_for_backward(dx, dw)
             ctx.dtypes, ctx.scales = (x.dtype, weight.dtype), (1 / up, down / up)
@@ -561,8 +560,7 @@ class GPT(nn.Module):
                 if idx.size(1) - start > size:
                     start = idx.size(1) - max(1, size // 2)
                     done = start
-                if temperature:
-                    u.copy_(uniform[i])
+                u.copy_(uniform[i])
                 if use_cache and idx.size(1) - done == 1:
                     token.copy_(idx[:, done:])
                     at.fill_(done - start)
@@ -578,15 +576,9 @@ class GPT(nn.Module):
         return idx
 
     def param_breakdown(self):
-        "{part: parameters}; the parts sum to the total, shared ones counted once"
-        parts = dict.fromkeys(("token embedding", "position embedding", "attention in", "attention out", "feed-forward",
-                               "norms", "head"), 0)
-        for name, p in self.named_parameters():  # a tied head is named wte
-            parts["token embedding" if name.startswith("wte") else "position embedding" if name.startswith("wpe") else
-                  "attention in" if "c_attn" in name else "attention out" if ".attn." in name else
-                  "feed-forward" if ".mlp." in name else "head" if name.startswith("lm_head") else "norms"] += p.numel()
-        assert sum(parts.values()) == self.num_params()
-        return parts
+        "{part: parameters}; the parts sum to the total, a tied head is the token embedding's"
+        return breakdown(self, {"wte.": "token embedding", "wpe.": "position embedding", ".c_attn.": "attention in",
+                                ".attn.": "attention out", ".mlp.": "feed-forward", "ln_": "norms", "lm_head.": "head"})
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
@@ -601,6 +593,14 @@ class GPT(nn.Module):
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
         head = c.vocab_size * c.n_embd if c.tie_weights else 0
         return 6 * (weights + head) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
+
+
+def breakdown(model, parts):
+    "{part: parameters}. A parameter is of the first of parts, {word: part}, whose word is in its name: StopIteration where there is none"
+    counts = dict.fromkeys(parts.values(), 0)
+    for name, p in model.named_parameters():
+        counts[next(part for word, part in parts.items() if word in name)] += p.numel()
+    return {part: n for part, n in counts.items() if n}
 
 
 @contextlib.contextmanager
@@ -635,11 +635,12 @@ def sample(logits, temperature, top_k, u):
 
 
 def draws(n, temperature, idx, generator):
-    "n times u for sample(), (n, B, 1), drawn at once: to draw each when it is wanted would make a GPU wait for the CPU at every token"
+    """n times u for sample(), (n, B, 1), drawn at once: to draw each when it is wanted would make a GPU wait for the CPU at every token.
+    temperature 0 draws none."""
     if n < 0 or not idx.size(1):
         raise ValueError(f"{n} tokens after a prompt of {idx.size(1)}: expected 0 or more after 1 or more")
-    u = torch.rand(n if temperature else 0, len(idx), 1, dtype=torch.float64, generator=generator, device=generator.device)
-    return u.to(idx.device if idx.is_cuda else "cpu")
+    u = torch.zeros(n, len(idx), 1, dtype=torch.float64, device=generator.device)
+    return (u.uniform_(generator=generator) if temperature else u).to(idx.device if idx.is_cuda else "cpu")
 
 
 side_stream = lru_cache(None)(torch.cuda.Stream)  # one for each device: cuBLAS keeps a workspace for every stream it ever saw
@@ -1069,8 +1070,7 @@ class SHAQ(nn.Module):
             while len(out) <= max_new_tokens:
                 for window in windows:
                     logits, state = self(window, state=state)
-                if temperature:
-                    u.copy_(uniform[len(out) - 1])
+                u.copy_(uniform[len(out) - 1])
                 new.copy_(sample(logits[:, -1], temperature, top_k, u))                 # (B, 1)
                 out.append(new.clone())
                 n = max_new_tokens + 1 - len(out)
@@ -1085,8 +1085,7 @@ class SHAQ(nn.Module):
                         old.copy_(now)
                     for _ in range(n):
                         token.copy_(new)
-                        if temperature:
-                            u.copy_(uniform[len(out) - 1])
+                        u.copy_(uniform[len(out) - 1])
                         one()
                         out.append(new.clone())
                     state = self.unrings(state, rings)
@@ -1133,14 +1132,8 @@ class SHAQ(nn.Module):
 
     def param_breakdown(self):
         """{part: parameters}, each parameter in exactly one part; the sum is the total."""
-        parts = (("wte", "embedding, tied"), ("decoder_bias", "decoder bias"), ("ln_", "LayerNorms"),
-                 (".rnn.", "recurrence"), (".ff.", "feed-forward"), (".W_q.", "attention W_q"),
-                 (".overparam.", "overparam"), (".attn.", "gates"))
-        counts = {}
-        for name, p in self.named_parameters():
-            part = next(part for key, part in parts if key in name)
-            counts[part] = counts.get(part, 0) + p.numel()
-        return counts
+        return breakdown(self, {"wte.": "embedding, tied", "decoder_bias": "decoder bias", "ln_": "LayerNorms", ".rnn.": "recurrence",
+                                ".ff.": "feed-forward", ".W_q.": "attention W_q", ".overparam.": "overparam", ".attn.": "gates"})
 
     def flops_per_token(self, T):
         """Operations of the matrix products, forward and backward, a token: windows of T, the memory full."""
@@ -1193,10 +1186,7 @@ class LAMB(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """One update of every parameter that has a gradient. Returns closure()'s loss, or None."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             w = [p for p in group["params"] if p.grad is not None]
             if not w:
@@ -1299,7 +1289,7 @@ def machine(device="auto", dtype="auto"):
         note += f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     m = Machine(device, torch.float32 if dtype == "auto" else getattr(torch, dtype), rank, world, note)
     if world > 1:
-        # before there is a group: DDP imports this, and its functions' default arguments would keep the group of that moment, past leave()
+        # before there is a group: DDP imports this, and default arguments there would keep the group alive after leave()
         from torch.distributed.nn import functional  # noqa: F401
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))  # all wait for a save
     if dtype != "auto":

@@ -226,7 +226,7 @@ def main():
                   dict(settings=s, config=c, params=model.num_params(), machine=m.note, versions=versions), ckpt and first)
     say(m.note)
     say(f"{s['size']}, {c['attn']}, {c['attn_out']}: {model.num_params():,} parameters ("
-        + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items() if v) + ")")
+        + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "
         f"a step: {B} x {T} tokens = {m.world} processes x {accumulate} micro-batches x {micro} sequences")
     say(f"{s['max_steps']} steps, lr {s['lr']:g}{'' if s['schedule'] == 'constant' else ' -> %g' % s['min_lr']}, "

@@ -233,15 +233,15 @@ def main():
     for name, default in (("min_lr", s["lr"] / 10), ("eval_interval", max(1, round(min(per_epoch, s["max_steps"] / 20))))):
         s.setdefault(name, default)
 
-    flops, (peak, peak_from) = model.flops_per_token(s["bptt"]), peak_flops(m)
+    parts, flops, (peak, peak_from) = model.param_breakdown(), model.flops_per_token(s["bptt"]), peak_flops(m)
     versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
     if m.rank == 0:
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
-                  dict(settings=s, config=c, params=sum(p.numel() for p in model.parameters()), machine=m.note, versions=versions),
+                  dict(settings=s, config=c, params=sum(parts.values()), machine=m.note, versions=versions),
                   first if resume else None)
     say(m.note)
-    say(f"{s['preset']}: {c['n_layer']} blocks of width {c['n_embd']}, {sum(p.numel() for p in model.parameters()):,} parameters ("
-        + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
+    say(f"{s['preset']}: {c['n_layer']} blocks of width {c['n_embd']}, {sum(parts.values()):,} parameters ("
+        + ", ".join(f"{n} {v:,}" for n, v in parts.items()) + ")")
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}) in {s['batch']} streams of {length:,}, "
         f"about {per_epoch:,.0f} steps an epoch")
     say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}, {'compiled' if s['compile'] else 'not compiled'}; "
