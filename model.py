@@ -740,7 +740,7 @@ class SHAQConfig:
              f"attn_layers={self.attn_layers}: expected block numbers from 1 to n_layer={self.n_layer}"),
             (self.mem_len >= 0, f"mem_len={self.mem_len}: expected 0 or more positions"),
             (self.memory != "mean" or self.mem_len > self.mean_window,
-             f"memory=mean: expected mem_len={self.mem_len} above mean_window={self.mean_window}"),
+             f"memory=mean: expected mem_len={self.mem_len} above mean_window={self.mean_window}, which is --bptt in train_shaq.py"),
             (0 <= self.dropout < 1, f"dropout={self.dropout}: expected a value in [0, 1)"),
         ):
             if not ok:
@@ -763,12 +763,34 @@ SHAQ_PRESETS = {                                                        # parame
     "layers2": dict(n_layer=2, attn_layers=(2,)),                       # 28,570,829                         29M
     "shaq": dict(rnn="qrnn", rnn_residual=True, gates=False, ff="none"),  # 26,452,173                       26M
 }
-# SHA-RNN's published code creates 24,576 more parameters that nothing reads (qkvs, r_gate, and the norms lnout, lnmid
-# and lnmem of blocks that do not use them): with them it is 53,798,093. Those dead parameters are left out here.
-# (*) These two come out truncated, not rounded (53.8 and 51.7). The paper does the same where it calls SHA-RNN "53M" in
-# section 5 and "54M" in its tables, so the plain reading stands. Dropping W_q as well would round to 53M and 51M, but
-# nothing in section 4.2 says so, and SHAQ, with the same attention, only reaches 26M with W_q in it.
+# SHA-RNN's published code has 53,798,093: 24,576 of them nothing reads (qkvs, r_gate, and the norms lnout, lnmid and lnmem of
+# blocks that do not use them). They are left out here.
+# (*) Truncated, not rounded (53.8, 51.7), as the paper does where it calls SHA-RNN "53M" (section 5; "54M" in its tables). Without
+# W_q too they would round to 53M and 51M, but section 4.2 does not say so, and SHAQ reaches 26M only with W_q.
 # Two heads cost no parameters: with no key or value projections, a head is a slice of the channels.
+
+
+def last(x, n):
+    """The last n positions of x (B, T, d). x[:, -n:] would be all of them at n = 0, a bug of the published code."""
+    return x[:, max(0, x.size(1) - max(0, n)):]
+
+
+def each(state, f):
+    "A state with f(t) in the place of every tensor t"
+    if isinstance(state, torch.Tensor):
+        return f(state)
+    return type(state)(each(s, f) for s in state) if isinstance(state, (list, tuple)) else state
+
+
+def detach_state(state):
+    """The same state cut from its graph: gradients end at the window's start. A view of more rows is copied, so that
+    neither memory nor torch.save holds on to what the state has dropped."""
+    return each(state, lambda t: t.detach() if t.untyped_storage().nbytes() == t.nbytes else t.detach().clone())
+
+
+def tensors(state):
+    "All tensors of a state, in order"
+    return [state] if isinstance(state, torch.Tensor) else [t for s in state or () for t in tensors(s)]
 
 
 class QRNN(nn.Module):
@@ -962,8 +984,9 @@ class SHAQBlock(nn.Module):
                 state = torch.lstm_cell(h[:, 0].to(dtype), [s.to(dtype) for s in state], *self.rnn._flat_weights)
             return state[0][:, None], state
         state = state and tuple(s[None].to(dtype) for s in state)
-        if h.is_cuda:  # autocast would take fp16 there, whatever its dtype, and lose small gradients: fp32, whose products are TF32. Of
-            # cuDNN's algorithms this is not the fastest: the persistent one, which keeps the weights on the chip, takes fp16 alone
+        if h.is_cuda:
+            # cuDNN's LSTM under autocast is in fp16, whatever autocast's dtype, and loses small gradients: so fp32, its products in TF32.
+            # The fastest of its algorithms, persistent, with the weights on the chip, takes fp16 alone
             with torch.autocast("cuda", enabled=False):
                 x, state = self.rnn(h.to(dtype), state)
         else:
@@ -1000,31 +1023,23 @@ class SHAQ(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """The published initialisation, in one place. Raises RuntimeError on a parameter that it does not know.
+        """The published initialisation, in one place. A parameter that no line below names is an error.
 
         LayerNorm gains stay at 1: the published code means to draw them too, but its test matches another class.
         Drawing them starts the hidden states at 0.003 and the gradients a million times too small.
         """
-        std, known = 0.1 * self.config.n_embd ** -0.5, {self.decoder_bias}
-        nn.init.zeros_(self.decoder_bias)
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, mean=0.0, std=std)
-                if isinstance(module, nn.Linear):
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, (nn.LayerNorm, nn.LSTM)):
-                module.reset_parameters()                               # 1 and 0; uniform within 1 / sqrt(d)
-            elif isinstance(module, MemoryAttention) and self.config.gates:
-                for gate in (module.qs, module.ks, module.vs):
-                    nn.init.zeros_(gate)                                # sigmoid(0): every gate starts half open
-                    known.add(gate)
-                continue
+        d = self.config.n_embd
+        for name, p in self.named_parameters():
+            if ".rnn." in name and self.config.rnn == "lstm":
+                p.uniform_(-1 / math.sqrt(d), 1 / math.sqrt(d))         # PyTorch's default
+            elif ".ln_" in name and name.endswith(".weight"):
+                p.fill_(1.0)
+            elif name.endswith(("bias", ".qs", ".ks", ".vs")):
+                p.zero_()                                               # sigmoid(0): every gate starts half open
+            elif name.endswith(("wte.weight", ".conv.weight", ".W_q.weight", ".overparam.weight", ".W1.weight", ".W2.weight")):
+                p.normal_(0.0, 0.1 * d ** -0.5)
             else:
-                continue
-            known.update(module.parameters(recurse=False))
-        unknown = [name for name, p in self.named_parameters() if p not in known]
-        if unknown:
-            raise RuntimeError(f"init_weights() does not initialise {', '.join(unknown)}: add a line there")
+                raise RuntimeError(f"nothing initialises {name}")
 
     def forward(self, idx, targets=None, state=None):
         """idx (B, T) int64 -> logits (B, T, V), state; with targets (B, T): their mean cross entropy in nats, state.
@@ -1143,29 +1158,6 @@ class SHAQ(nn.Module):
         return 6 * weights + 12 * cfg.n_embd * keys * len(cfg.attn_layers)
 
 
-def last(x, n):
-    """The last n positions of x (B, T, d). x[:, -n:] would be all of them at n = 0, a bug of the published code."""
-    return x[:, max(0, x.size(1) - max(0, n)):]
-
-
-def each(state, f):
-    "A state with f(t) in the place of every tensor t"
-    if isinstance(state, torch.Tensor):
-        return f(state)
-    return type(state)(each(s, f) for s in state) if isinstance(state, (list, tuple)) else state
-
-
-def detach_state(state):
-    """The same state cut from its graph: gradients end at the window's start. A view of more rows is copied, so that
-    neither memory nor torch.save holds on to what the state has dropped."""
-    return each(state, lambda t: t.detach() if t.untyped_storage().nbytes() == t.nbytes else t.detach().clone())
-
-
-def tensors(state):
-    "All tensors of a state, in order"
-    return [state] if isinstance(state, torch.Tensor) else [t for s in state or () for t in tensors(s)]
-
-
 class LAMB(torch.optim.Optimizer):
     """LAMB (You et al., arXiv:1904.00962) as SHA-RNN uses it: no bias correction, each tensor's step scaled by a trust
     ratio max(min(|w|, max_norm) / |step|, min_trust), which is 1 where either norm is 0.
@@ -1249,8 +1241,8 @@ class Machine:
         return net
 
     def leave(self):
-        """End the process group, all processes together: one that goes while another still counts on it can abort that one. A barrier, as it
-        moves no tensor of Python's: gloo's thread may still hold one while Python ends, cannot give it back, and aborts. Delete what
+        """End the process group, all processes together: one that goes while another still counts on it can abort that one. A barrier, as
+        it moves no tensor of Python's: gloo's thread may still hold one while Python ends, cannot give it back, and aborts. Delete what
         parallel() made first: it holds the group, which would otherwise end as Python does, under Python's lock, and wait there for a
         thread that may wait for that lock (a hang, seen once)."""
         if self.world > 1:
