@@ -558,8 +558,7 @@ class GPT(nn.Module):
         with evaluating(self):
             for i in range(max_new_tokens):
                 if idx.size(1) - start > size:
-                    start = idx.size(1) - max(1, size // 2)
-                    done = start
+                    start = done = idx.size(1) - max(1, size // 2)
                 u.copy_(uniform[i])
                 if use_cache and idx.size(1) - done == 1:
                     token.copy_(idx[:, done:])
@@ -1328,6 +1327,13 @@ def peak_flops(m):
                 return peak, f"{name} data sheet"
     n, times = (1024, 1) if m.device.type == "cpu" else (4096, 20)  # a GPU does one in less time than it takes to ask for the result
     return product_rate(m.device, m.dtype, n, times), f"a {n}^3 product measured at the start"
+
+
+def inputs_and_targets(rows, device):
+    "rows, an int64 array (n, T + 1) -> inputs and targets (n, T) on device: one copy there and two views of it"
+    rows, cuda = torch.from_numpy(rows), device.type == "cuda"  # which alone keeps pinned memory until it is copied
+    rows = (rows.pin_memory() if cuda else rows).to(device, non_blocking=cuda)
+    return rows[:, :-1], rows[:, 1:]
 
 
 def clip_(model, most):

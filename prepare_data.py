@@ -315,6 +315,27 @@ def duration(seconds):
     return f"{s // 3600}h{s // 60 % 60:02}m" if s >= 3600 else f"{s // 60}m{s % 60:02}s"
 
 
+def unchanged(typed, stored, free):
+    """Dies if what was typed on --resume differs from what the checkpoint has stored, but for the flags that are free."""
+    for name, value in typed.items():
+        if name in stored and name not in free and stored[name] != value:
+            die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; "
+                "drop the flag, or start anew without --resume in another --out_dir")
+
+
+def shorten(s, step, pace, say):
+    """Once in a run, from step 25 on: a schedule longer than max_minutes, at pace seconds a step, is cut to what they allow. pace is the
+    mean over processes, 0 before it is known: all decide alike."""
+    if step < 25 or not pace or s["paced"]:
+        return
+    s["paced"] = True
+    if s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:
+        s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
+        say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there"
+            + f", {s['warmup_steps']} of them warm-up" * (2 * s["warmup_steps"] > s["max_steps"]) + " "
+            "(a new run with --max_minutes=0 takes all, --resume --max_steps=N goes on to N)")
+
+
 def git_commit():
     """The commit that runs, '+' behind it where files were changed since; '' outside a git checkout."""
     try:

@@ -2708,6 +2708,7 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, capsys, mon
     out = f"--out_dir={tmp_path / 'o'}"
     fails(capsys, lambda: train_shaq_here("--bptt=90000", out), "--bptt=90000")
     fails(capsys, lambda: train_shaq_here("--eval_tokens=10", out), "--eval_tokens")
+    fails(capsys, lambda: train_shaq_here("--memory=mean", "--mem_len=20", out), "mem_len=20", "--bptt")  # whose name it has here
     train_shaq_here("--max_steps=0", "--n_embd=8", out)
     train_shaq_here("--max_steps=0", out)  # the best is this run's, though there was another's
     assert losses(records(tmp_path / "o"))[1].keys() == {0}

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from kernels import hadamard_path
-from model import (CHOICES, GPT, SIZES, GPTConfig, clip_, evaluating, load_checkpoint, lr_at, machine, param_groups, peak_flops)
+from model import (CHOICES, GPT, SIZES, GPTConfig, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine, param_groups,
+                   peak_flops)
 from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01, git_commit, load_dataset, number, one_line, report,
-                          run, write_or_warn)
+                          run, shorten, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; whatever is typed counts.
@@ -88,10 +89,7 @@ def settle(typed, stored, m):
     s = dict(size="tiny" if m.device.type == "cuda" else "nano", dataset="pysource", data_dir="data", out_dir="out/gpt", weight_decay=0.1,
              max_minutes=0.0, paced=False, grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20,
              eval_windows="spread", seed=1337, compile=m.device.type == "cuda")
-    for name, value in typed.items():
-        if name in stored and name not in FREE and stored[name] != value:
-            die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; "
-                "drop the flag, or start anew without --resume in another --out_dir")
+    unchanged(typed, stored, FREE)
     size = (stored | typed).get("size", s["size"])
     s |= RECIPES.get(size, RECIPES["large"]) | stored | typed
     model = {k: s[k] for k in (f.name for f in fields(GPTConfig)) if k in s}
@@ -133,11 +131,8 @@ class Windows:
 
 
 def stack(tokens, windows, T, device):
-    "These windows' inputs and targets, (n, T) int64 each, on device: one copy there and two views of it"
-    rows = torch.from_numpy(np.stack([tokens[i * T:i * T + T + 1] for i in windows.tolist()]))
-    cuda = device.type == "cuda"  # which alone keeps pinned memory until it is copied
-    rows = (rows.pin_memory() if cuda else rows).to(device, non_blocking=cuda)
-    return rows[:, :-1], rows[:, 1:]
+    "These windows' inputs and targets, (n, T) int64 each, on device"
+    return inputs_and_targets(np.stack([tokens[i * T:i * T + T + 1] for i in windows.tolist()]), device)
 
 
 def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
@@ -195,9 +190,9 @@ def main():
     B, extra = divmod(s["batch_tokens"], T)
     micro = s["micro_batch"] = min(s["micro_batch"], max(1, B // m.world))
     if extra or B < 1 or B % (micro * m.world):
-        unit = T * micro * m.world
-        die(f"--batch_tokens={s['batch_tokens']} is no multiple of block_size {T} x micro_batch {micro} x {m.world} processes = {unit}: "
-            f"take {max(1, s['batch_tokens'] // unit) * unit}, or another --micro_batch")
+        least = T * micro * m.world
+        die(f"--batch_tokens={s['batch_tokens']} is no multiple of block_size {T} x micro_batch {micro} x {m.world} processes = {least}: "
+            f"take {max(1, s['batch_tokens'] // least) * least}, or another --micro_batch")
     accumulate = B // (micro * m.world)
     if len(data.val) <= T:
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: lower --block_size")
@@ -309,13 +304,7 @@ def main():
             m.leave()
             raise SystemExit(130)
         step += 1
-        if step >= 25 and pace and not s["paced"]:  # once in a run; pace is the mean over processes: all decide alike
-            s["paced"] = True
-            if s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:
-                s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
-                say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there"
-                    + f", {s['warmup_steps']} of them warm-up" * (2 * s["warmup_steps"] > s["max_steps"]) + " "
-                    "(a new run with --max_minutes=0 takes all, --resume --max_steps=N goes on to N)")
+        shorten(s, step, pace, say)
 
     # at the end: a sample, and where everything lies
     if m.device.type == "cuda":

@@ -23,10 +23,10 @@ from shlex import quote
 import numpy as np
 import torch
 
-from model import (LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, clip_, detach_state, each, evaluating, load_checkpoint, lr_at, machine,
-                   peak_flops)
+from model import (LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint, lr_at,
+                   machine, peak_flops)
 from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01, git_commit, load_dataset, number, one_line, report,
-                          run, write_or_warn)
+                          run, shorten, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. On CUDA the published ones; elsewhere a model that learns something in three minutes on a CPU.
@@ -90,10 +90,7 @@ FREE = {"data_dir", "out_dir", "eval_interval", "device", "dtype", "compile", "m
 
 def settle(typed, stored, m):
     "What was typed over what the checkpoint holds over the defaults -> settings, model settings"
-    for name, value in typed.items():
-        if name in stored and name not in FREE and stored[name] != value:
-            die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; "
-                "drop the flag, or start anew without --resume in another --out_dir")
+    unchanged(typed, stored, FREE)
     s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
              compile=m.device.type == "cuda") | (PAPER if m.device.type == "cuda" else LAPTOP)
@@ -130,10 +127,7 @@ def average_length(seed, bptt):
 
 def read(tokens, streams, length, at, T, device):
     "Tokens at .. at + T of each stream, stream i starting at i * length: inputs and targets, (len(streams), T) int64"
-    rows = torch.from_numpy(np.stack([tokens[i * length + at:i * length + at + T + 1] for i in streams]))
-    cuda = device.type == "cuda"  # which alone keeps pinned memory until it is copied
-    rows = (rows.pin_memory() if cuda else rows).to(device, non_blocking=cuda)
-    return rows[:, :-1], rows[:, 1:]
+    return inputs_and_targets(np.stack([tokens[i * length + at:i * length + at + T + 1] for i in streams]), device)
 
 
 def evaluate(model, tokens, eval_tokens, s, m, streams=16):
@@ -159,6 +153,24 @@ def best_of(path):
         return load_checkpoint(path, "SHAQ")["best"]
     except ValueError:
         return None
+
+
+# -----------------------------------------------------------------------------
+# The state of all streams, for the checkpoint: nested lists and tuples of tensors whose dimension 0 is the streams
+
+
+def take(state, streams, device):
+    "This process's streams of the whole state"
+    return each(state, lambda t: t[streams[0]:streams[-1] + 1].to(device))
+
+
+def gather(state, m):
+    "The whole state, from every process's streams"
+    def whole(t):
+        parts = [torch.empty_like(t) for _ in range(m.world)]
+        torch.distributed.all_gather(parts, t.contiguous())
+        return torch.cat(parts)
+    return each(state, whole) if m.world > 1 else state
 
 
 # -----------------------------------------------------------------------------
@@ -330,13 +342,7 @@ def main():
             m.leave()
             raise SystemExit(130)
         step += 1
-        if step >= 25 and pace and not s["paced"]:  # once in a run; pace is the mean over processes: all decide alike
-            s["paced"] = True
-            if s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:
-                s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
-                say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there"
-                    + f", {s['warmup_steps']} of them warm-up" * (2 * s["warmup_steps"] > s["max_steps"]) + " "
-                    "(a new run with --max_minutes=0 takes all, --resume --max_steps=N goes on to N)")
+        shorten(s, step, pace, say)
 
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
@@ -366,24 +372,6 @@ def main():
             + f"{path}: at its last step; " * (best_there and saved) + f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
     if (not saved or best_saved is False) and m.rank == 0:
         die(f"the last checkpoint could not be written to {best_path if saved else path}")
-
-
-# -----------------------------------------------------------------------------
-# The state of all streams, for the checkpoint: nested lists and tuples of tensors whose dimension 0 is the streams
-
-
-def take(state, streams, device):
-    "This process's streams of the whole state"
-    return each(state, lambda t: t[streams[0]:streams[-1] + 1].to(device))
-
-
-def gather(state, m):
-    "The whole state, from every process's streams"
-    def whole(t):
-        parts = [torch.empty_like(t) for _ in range(m.world)]
-        torch.distributed.all_gather(parts, t.contiguous())
-        return torch.cat(parts)
-    return each(state, whole) if m.world > 1 else state
 
 
 if __name__ == "__main__":
