@@ -548,7 +548,7 @@ class GPT(nn.Module):
         start = max(0, idx.size(1) - size)  # the window is idx[:, start:]
         uniform = draws(max_new_tokens, temperature, idx, generator)
         cache, done = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None, start
-        token, new, at, u = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), idx.new_empty(1), uniform.new_empty(len(idx), 1)
+        token, new, at, u = idx[:, -1:].clone(), idx[:, -1:].clone(), idx.new_empty(1), uniform.new_empty(len(idx), 1)
         steps, stride = {}, 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
 
         def step(length):  # one token, against the cache's first length positions
@@ -1074,7 +1074,8 @@ class SHAQ(nn.Module):
         """
         generator = generator or torch.Generator().manual_seed(1337)
         uniform = draws(max_new_tokens, temperature, idx, generator)
-        token, new, u, out, one = idx.new_empty(len(idx), 1), idx.new_empty(len(idx), 1), uniform.new_empty(len(idx), 1), [idx], None
+        # token holds one from the start: captured() runs a step before it records it
+        token, new, u, out, one = idx[:, -1:].clone(), idx[:, -1:].clone(), uniform.new_empty(len(idx), 1), [idx], None
 
         def step():
             new.copy_(sample(self.advance(token, rings), temperature, top_k, u))

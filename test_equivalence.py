@@ -2483,6 +2483,23 @@ def test_shaq_generation_is_one_graph(preset):
     assert len(graphs) == 1 and state[model.config.attn_layers[0] - 1][1][1].item() == 17
 
 
+def test_generation_runs_a_step_before_it_is_recorded_on_a_token_that_is_one(monkeypatch):
+    "As captured() does on a GPU, where a token outside the vocabulary would end the process"
+    def captured(work, device, keep=()):
+        before = [t.clone() for t in keep]
+        work()
+        for t, b in zip(keep, before):
+            t.copy_(b)
+        return work
+
+    for m in (make(), tiny_shaq("shaq"), tiny_shaq("mean_mem", mem_len=40, mean_window=4)):
+        wanted = m.generate(torch.tensor([[1, 2, 3]]), 12)
+        with monkeypatch.context() as patch:
+            patch.setattr(model_py, "captured", captured)
+            patch.setattr(torch.Tensor, "new_empty", lambda t, *a, real=torch.Tensor.new_empty, **kw: real(t, *a, **kw).fill_(10**6))
+            torch.testing.assert_close(m.generate(torch.tensor([[1, 2, 3]]), 12), wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("preset", ["sharnn", "qrnn", "shaq", "mean_mem"])
 def test_shaq_runs_under_bf16_autocast(preset):
     model = tiny_shaq(preset, **(dict(mean_window=5, mem_len=40) if preset == "mean_mem" else {}))
