@@ -1095,7 +1095,7 @@ class SHAQ(nn.Module):
                     fresh = self.rings(state, max_new_tokens)
                     if one is None:
                         rings = fresh
-                        one = captured(step, idx.device, tensors(rings))
+                        one = captured(step, idx.device, [new, *tensors(rings)])
                     for old, now in zip(tensors(rings), tensors(fresh)):
                         old.copy_(now)
                     for _ in range(n):

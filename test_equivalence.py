@@ -2483,7 +2483,7 @@ def test_shaq_generation_is_one_graph(preset):
     assert len(graphs) == 1 and state[model.config.attn_layers[0] - 1][1][1].item() == 17
 
 
-def test_generation_runs_a_step_before_it_is_recorded_on_a_token_that_is_one(monkeypatch):
+def test_generation_with_a_step_run_before_it_is_recorded_gives_the_same(monkeypatch):
     "As captured() does on a GPU, where a token outside the vocabulary would end the process"
     def captured(work, device, keep=()):
         before = [t.clone() for t in keep]
@@ -2492,12 +2492,15 @@ def test_generation_runs_a_step_before_it_is_recorded_on_a_token_that_is_one(mon
             t.copy_(b)
         return work
 
-    for m in (make(), tiny_shaq("shaq"), tiny_shaq("mean_mem", mem_len=40, mean_window=4)):
-        wanted = m.generate(torch.tensor([[1, 2, 3]]), 12)
+    idx = torch.randint(11, (40, 3))
+    for m in (make(scale=3.0), tiny_shaq("shaq"), tiny_shaq("mean_mem", mem_len=40, mean_window=4)):
+        for p in m.parameters():
+            p.data.normal_()  # each token hangs on the one before it
+        wanted = m.generate(idx, 12, 3.0)
         with monkeypatch.context() as patch:
             patch.setattr(model_py, "captured", captured)
             patch.setattr(torch.Tensor, "new_empty", lambda t, *a, real=torch.Tensor.new_empty, **kw: real(t, *a, **kw).fill_(10**6))
-            torch.testing.assert_close(m.generate(torch.tensor([[1, 2, 3]]), 12), wanted, rtol=0, atol=0)
+            torch.testing.assert_close(m.generate(idx, 12, 3.0), wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("preset", ["sharnn", "qrnn", "shaq", "mean_mem"])
