@@ -1381,7 +1381,7 @@ def load_checkpoint(path, kind=None):
                          "name another, or train anew") from None
     if kind not in (None, ckpt["kind"]):
         raise ValueError(f"{path} is a checkpoint of {'train_shaq.py' if kind == 'GPT' else 'train_gpt.py'}: "
-                         "resume it there, or name another --out_dir")
+                         "go on with it there, or name another")
     return ckpt
 
 

@@ -2726,7 +2726,7 @@ def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
 
 def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, capsys, monkeypatch):
     out = f"--out_dir={tmp_path / 'o'}"
-    fails(capsys, lambda: train_shaq_here("--bptt=90000", out), "--bptt=90000")
+    fails(capsys, lambda: train_shaq_here("--bptt=90000", out), "--bptt=90000", "lower --bptt or --batch")
     fails(capsys, lambda: train_shaq_here("--eval_tokens=10", out), "--eval_tokens")
     fails(capsys, lambda: train_shaq_here("--memory=mean", "--mem_len=20", out), "mem_len=20", "--bptt")  # whose name it has here
     train_shaq_here("--max_steps=0", "--n_embd=8", out)
@@ -2748,6 +2748,8 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, capsys, mon
         fails(capsys, lambda: train_shaq_here(out), "--batch=2", "3 processes")
     fails(capsys, lambda: train_shaq_here("--resume", "--stage2=x", out), "--stage2", "--resume")
     fails(capsys, lambda: train_shaq_here("--stage2=", out), "does not exist")
+    torch.save(dict(kind="GPT", config={}, model={}, data={}), tmp_path / "gpt.pt")
+    fails(capsys, lambda: train_shaq_here(f"--stage2={tmp_path / 'gpt.pt'}", out), "gpt.pt is a checkpoint of train_gpt.py", "another\n")
     for interval in (1, 100):
         flags = "--optimizer=adamw", "--lr=1e30", "--warmup_steps=0", "--max_steps=20", f"--eval_interval={interval}"
         fails(capsys, lambda: train_shaq_here(*flags, out), "Lower --lr")

@@ -216,7 +216,8 @@ def main():
     streams = range(m.rank * s["batch"] // m.world, (m.rank + 1) * s["batch"] // m.world)
     length = (len(data.train) - 1) // s["batch"]
     if length < s["bptt"]:
-        die(f"--bptt={s['bptt']}: expected at most the {length:,} tokens of a stream ({len(data.train):,} in {s['batch']} streams)")
+        die(f"--bptt={s['bptt']}: expected at most the {length:,} tokens of a stream ({len(data.train):,} in {s['batch']} streams): "
+            "lower --bptt or --batch")
 
     # model, optimiser
     model, optimizer = build(s, c, data, m)
