@@ -474,6 +474,15 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         return self
 
+    def load_state_dict(self, *args, **kw):
+        "With assign=True, too, a tied head stays tied, and a model made on the meta device gets its angles"
+        tied, found = self.lm_head.weight is self.wte.weight, super().load_state_dict(*args, **kw)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+        if self.config.pos == "rope" and self.cos.is_meta and not self.wte.weight.is_meta:
+            self.cos, self.sin = rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, self.wte.weight.device)
+        return found
+
     @torch.no_grad()
     def init_weights(self):
         """All initialisation, in one place: GPT-2's. A parameter that no line below names is an error."""

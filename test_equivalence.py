@@ -1125,9 +1125,12 @@ def test_gpt_made_on_the_meta_device_is_the_gpt(tie_weights):
     m, idx = make(tie_weights=tie_weights), torch.randint(0, 97, (2, 12))
     with torch.device("meta"):
         loaded, drawn = GPT(m.config).eval(), GPT(m.config).eval()
+        assigned = GPT(m.config).eval()
     loaded.to_empty(device="cpu").load_state_dict(m.state_dict())
-    assert (loaded.lm_head.weight is loaded.wte.weight) == tie_weights and torch.equal(loaded(idx), m(idx))
-    assert loaded.num_params() == m.num_params()
+    assigned.load_state_dict(copy.deepcopy(m.state_dict()), assign=True)
+    for model in (loaded, assigned):
+        assert (model.lm_head.weight is model.wte.weight) == tie_weights and torch.equal(model(idx), m(idx))
+        assert model.num_params() == m.num_params()
     with torch.device("meta"):
         drawn.to_empty(device="cpu")
     for model in (m, drawn):
