@@ -53,6 +53,7 @@ def _paley_order(m):
 @lru_cache(None)
 def _split_order(n):
     "n -> (m, 2^k) with n = m * 2^k, m the smallest order of Paley's (or 1); None if there is no such m"
+    n = operator.index(n)  # numpy's integers, too; what is kept for later is Python's
     c = n & -n  # the largest power of two in n
     while c and n != c and not _paley_order(n // c):
         c //= 2
@@ -98,7 +99,7 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
     order, so that H_n (x) H_p is again hadamard_matrix(n * p) when p is a power of two. ValueError for any other n, naming the nearest
     orders that work, TypeError for what is no integer.
     """
-    n = operator.index(n)  # numpy's integers, too
+    n = operator.index(n)
     _check_order(n)
     m, _ = _split_order(n)
     H = _paley(m) if m > 1 else torch.ones(1, 1, dtype=torch.int8, device="cpu")
@@ -500,6 +501,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     kind: "forward", "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads", "norm", "norm few",
     "norm backward".
     """
+    d, n_head = operator.index(d), operator.index(n_head)
     (mh, ch), (mi, ci) = _split_order(n_head), (1, 1) if heads_only else _split_order(d // n_head)
     M = mh * mi
     if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and d // n_head % 8):

@@ -141,6 +141,11 @@ def test_hadamard_matrix_kronecker_identity():
     hadamard_matrix(12, torch.int8).zero_()
     assert hadamard_matrix(12, torch.int8).all()  # what the caller does to it is the caller's
     assert torch.equal(hadamard_matrix(np.int64(12)), hadamard_matrix(12))
+    for kind in (np.int64, int):  # the same whichever is asked for first
+        kernels._split_order.cache_clear(), kernels._plan.cache_clear()
+        fused = [hadamard_norm_is_fused(k(768), k(12), only) for k in (kind, int) for only in (False, True)]
+        assert fused == [kernels.triton is not None] * 4
+        assert hadamard_transform(torch.eye(12)).equal(hadamard_matrix(12))
 
 
 def test_hadamard_matrix_made_under_a_fake_tensor_mode_is_not_kept():
