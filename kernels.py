@@ -1033,6 +1033,7 @@ if triton is not None:
 
     @triton.jit
     def _fo_tanh(x, ACT: tl.constexpr, PTX: tl.constexpr):
+        "tanh(x) of a logit, likewise"
         if ACT:
             return 2 * _fo_sigmoid(2 * x, True, PTX) - 1
         else:
