@@ -108,6 +108,15 @@ if torch.cuda.is_available() and kernels.triton is not None:
     del name
 
 
+def refuses(call, *words, kind=ValueError):
+    "call() raises this kind of error -> its text, one line that holds all words"
+    with pytest.raises(kind) as e:
+        call()
+    text = str(e.value)
+    assert "\n" not in text and all(w in text for w in words), text
+    return text
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
@@ -126,8 +135,9 @@ def test_hadamard_matrix_is_symmetric_and_orthogonal_for_every_order():
         H = hadamard_matrix(n)
         X = torch.randint(0, 2, (n, 8)).mul_(2).sub_(1).float()  # +-1: every wrong row of H H or H^T survives a column with probability 1/2
         HX = H @ X
-        assert torch.equal((X.T @ H).T, HX), n  # H^T X = H X
-        assert torch.equal(H @ HX, n * X), n  # H H X = n X, exact below 2^24: a row's n squares sum to n; none is above 1
+        again, back = (torch.cat((X, HX), 1).T @ H).T.chunk(2, 1)  # one more walk over H
+        assert torch.equal(again, HX), n  # H^T X = H X
+        assert torch.equal(back, n * X), n  # H^T H X = n X, exact below 2^24: a column's n squares sum to n; none is above 1
         assert torch.stack(H.aminmax()).abs().max() == 1, n
         if n <= 128 or n in (768, 1536):
             assert torch.equal(H, H.T) and torch.equal(H @ H, n * torch.eye(n)), n
@@ -143,21 +153,23 @@ def test_hadamard_matrix_kronecker_identity():
     assert torch.equal(hadamard_matrix(np.int64(12)), hadamard_matrix(12))
 
 
-def test_hadamard_matrix_made_under_a_fake_tensor_mode_is_not_kept():
+def test_hadamard_matrix_is_a_real_one_wherever_it_was_first_made():
     from torch._subclasses.fake_tensor import FakeTensorMode
     for cached in (kernels._factors, kernels._plan):
         cached.cache_clear()
     with FakeTensorMode():  # torch.export's, and that of tools which plan memory
         hadamard_matrix(12), GPT(GPTConfig(n_layer=1, n_head=12, n_embd=48, vocab_size=64, attn_out="hadamard"))
-    assert type(hadamard_matrix(12)) is torch.Tensor and torch.equal(hadamard_transform(torch.eye(12)), hadamard_matrix(12))
+    with torch.device("meta"):
+        for n in (20, 36, 44):  # each of Paley's constructions
+            hadamard_matrix(n), hadamard_transform(torch.zeros(1, n, device="cpu"))
+    for n in (12, 20, 36, 44):
+        assert type(hadamard_matrix(n)) is torch.Tensor and torch.equal(hadamard_transform(torch.eye(n)), hadamard_matrix(n))
 
 
 def test_hadamard_order_that_does_not_exist_names_the_nearest():
     for n, near in ((3, (2, 4)), (52, (48, 56)), (100, (96, 104)), (770, (768, 776)), (0, (1,)), (-4, (1,))):
         for call in (lambda: hadamard_matrix(n), lambda: hadamard_transform(torch.zeros(2, n)) if n > 0 else hadamard_matrix(n)):
-            with pytest.raises(ValueError, match="nearest") as e:
-                call()
-            assert str(e.value).endswith(f"nearest that work are {' and '.join(map(str, near))}") and "\n" not in str(e.value)
+            assert refuses(call).endswith(f"nearest that work are {' and '.join(map(str, near))}")
 
 
 def test_hadamard_transform_is_the_dense_product():
@@ -302,10 +314,17 @@ def test_hadamard_wrong_shapes_are_one_line():
                         (lambda: hadamard_affine(x, v, v, 5), ("n_head 5",)),
                         (lambda: hadamard_affine(x, v, v, 16), ("d / n_head=3", "2 and 4")),
                         (lambda: hadamard_affine(x, v, v, 3, True), ("n_head=3", "2 and 4")),
-                        (lambda: hadamard_affine(torch.zeros(2, 50), torch.zeros(50), torch.zeros(50)), ("d=50", "48 and 56"))):
-        with pytest.raises(ValueError) as e:
-            call()
-        assert "\n" not in str(e.value) and all(w in str(e.value) for w in words), str(e.value)
+                        (lambda: hadamard_affine(torch.zeros(2, 50), torch.zeros(50), torch.zeros(50)), ("d=50", "48 and 56")),
+                        (lambda: hadamard_affine_norm(x, v, v, x[:1], v), ("residual of its shape",)),
+                        (lambda: hadamard_affine_norm(*(x[:, :22], v[:22], v[:22], x[:, :22], v[:22])), ("nearest",))):
+        refuses(call, *words)
+    vector = torch.ones(8)
+    for f in (hadamard_transform, lambda x: hadamard_affine(x, vector, vector),
+              lambda x: hadamard_affine_norm(x, vector, vector, x, vector)):
+        for dtype in (torch.int8, torch.int64, torch.bool):
+            refuses(lambda: f(torch.ones(2, 8).to(dtype)), "cast it first", kind=TypeError)
+        for shape in ((), (3, 0)):
+            refuses(lambda: f(torch.ones(shape)), "expected")
 
 
 def test_hadamard_operators_pass_opcheck():
@@ -362,9 +381,9 @@ def test_hadamard_norm_compiles_for_any_number_of_rows_and_any_gradient(monkeypa
 def test_operators_refuse_forward_mode():
     x, v = torch.randn(3, 12), torch.randn(12)
     for f in (hadamard_transform, lambda x: hadamard_affine(x, v, v), lambda x: hadamard_affine_norm(x, v, v, x, v)[0],
-              lambda x: kernels.qrnn_pool(x[None])[0], lambda x: kernels.fo_pool(x[None], x[None], x[None])[0]):
-        with pytest.raises(NotImplementedError, match="reverse mode only"):
-            torch.func.jvp(f, (x,), (x,))
+              lambda x: kernels.qrnn_pool(x[None])[0], lambda x: kernels.fo_pool(x[None], x[None], x[None])[0],
+              lambda x: attention(*[x[None, None]] * 3), lambda x: attention(*[x[None, None]] * 5)):
+        refuses(lambda: torch.func.jvp(f, (x,), (x,)), "reverse mode only", kind=NotImplementedError)
 
 
 def test_hadamard_triton_takes_what_it_can_hold():
@@ -488,10 +507,6 @@ def test_hadamard_affine_norm_is_its_parts(rms):
     exact = torch.autograd.grad(parts(*leaf), leaf, (torch.ones_like(leaf[1]), parts(*leaf)[1].detach()))
     assert all(g.dtype == t.dtype and error(g, e) < 2e-2 for g, t, e in zip(grads, low, exact))
     torch.library.opcheck(kernels._hadamard_norm, (*low[:5], None if rms else low[5], 0.2, 1e-5, rms, n_head, False))
-    with pytest.raises(ValueError, match="residual of its shape"):
-        hadamard_affine_norm(leaf[0], leaf[2], leaf[3], leaf[1][:1], leaf[4])
-    with pytest.raises(ValueError, match="nearest"):
-        hadamard_affine_norm(*(torch.zeros(s) for s in ((2, 22), (22,), (22,), (2, 22), (22,))))
     assert not hadamard_norm_is_fused(22)
 
 
@@ -705,6 +720,8 @@ def test_gpt_impossible_settings_are_one_line():
         with pytest.raises(ValueError) as e:
             GPT(GPTConfig(**{**NANO, **config}))
         assert "\n" not in str(e.value) and all(w in str(e.value) for w in words), str(e.value)
+    q = torch.randn(1, 2, 5, 4)
+    refuses(lambda: attention(q, q, q, mask=torch.zeros(1, 5)), "a mask goes with one query")
 
 
 def test_gpt_flops_per_token_and_breakdown_by_hand():
@@ -784,20 +801,6 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
     if not outer and not past:
         q, k, v = (t.detach()[:, None] for t in (q, k, v))
         assert error(attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)) < 1e-12
-
-
-def test_gpt_attention_takes_a_mask_for_one_query_only():
-    q = torch.randn(1, 2, 5, 4)
-    with pytest.raises(ValueError, match="a mask goes with one query"):
-        attention(q, q, q, mask=torch.zeros(1, 5))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of its jvp
-def test_gpt_attention_has_no_forward_mode_and_says_so():
-    q = torch.randn(1, 2, 5, 4)
-    for f in (lambda q: attention(q, q, q), lambda q: attention(q, q, q, q, q)):
-        with pytest.raises(NotImplementedError, match="reverse mode only"):
-            torch.func.jvp(f, (q,), (q,))
 
 
 @pytest.mark.parametrize("outer", [False, True])
@@ -1196,14 +1199,6 @@ def test_run_machine_says_what_it_chose(monkeypatch):
             machine("cuda")
 
 
-def test_hadamard_matrix_does_not_depend_on_the_default_device():
-    for n in (36, 76):
-        with torch.device("meta"):
-            hadamard_matrix(n), hadamard_transform(torch.zeros(1, n, device="cpu"))
-        assert torch.equal(hadamard_matrix(n).square().sum(1), torch.full((n,), float(n)))
-        assert hadamard_transform(torch.eye(n)).device.type == "cpu"
-
-
 # -----------------------------------------------------------------------------
 # Training, in this process where it can be: a start costs more than a run. Tiny, in fp32, on this project's own sources.
 
@@ -1301,18 +1296,6 @@ def test_train_defaults_are_for_a_laptop_but_on_cuda(device, size, width):
     (gpt, _), (shaq, c) = train_gpt.settle({}, {}, m), train_shaq.settle({}, {}, m)
     assert gpt["size"] == size and c["n_embd"] == width and gpt["compile"] == shaq["compile"] == (device == "cuda")
     assert gpt["max_minutes"] == shaq["max_minutes"] == (0.0 if device == "cuda" else 3.0)
-
-
-def test_hadamard_refuses_what_it_cannot_transform():
-    vector = torch.ones(8)
-    for f in (hadamard_transform, lambda x: hadamard_affine(x, vector, vector),
-              lambda x: hadamard_affine_norm(x, vector, vector, x, vector)):
-        for dtype in (torch.int8, torch.int64, torch.bool):
-            with pytest.raises(TypeError, match="cast it first"):
-                f(torch.ones(2, 8).to(dtype))
-        for shape in ((), (3, 0)):
-            with pytest.raises(ValueError, match="expected"):
-                f(torch.ones(shape))
 
 
 def test_gpt_head_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
