@@ -1232,13 +1232,16 @@ def train(tmp_path, data_dir, capsys, monkeypatch):
     return run
 
 
-def command(out, data_dir, *flags, tool=(sys.executable,)):
+TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+
+
+def command(out, data_dir, *flags, tool=(sys.executable, HERE / "train_gpt.py")):
     given = {f.split("=")[0] for f in flags}
     tiny = dict(n_layer=1, n_embd=32, n_head=2, block_size=32, batch_tokens=256, micro_batch=4, dtype="float32", attn_out="hadamard",
                 dropout=0.1, lr=0.01, warmup_steps=2, max_steps=6, max_minutes=0, eval_interval=3, eval_tokens=1024, seed=1,
                 dataset="mine", data_dir=data_dir, out_dir=out, device="cpu")
     keep = {"data_dir", "out_dir", "device"} if "--resume" in flags else tiny
-    return [*tool, str(HERE / "train_gpt.py"), *(f"--{k}={v}" for k, v in tiny.items() if k in keep and f"--{k}" not in given), *flags]
+    return [*map(str, tool), *(f"--{k}={v}" for k, v in tiny.items() if k in keep and f"--{k}" not in given), *flags]
 
 
 def records(out):
@@ -1442,27 +1445,32 @@ def test_train_micro_batches_do_not_change_the_curve(train):
     assert all(a == pytest.approx(b, abs=2e-5) for curve in curves[1:] for a, b in zip(curves[0], curve))
 
 
-def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, data_dir, tmp_path):
-    """Bit for bit, dropout included: after kill -9 from the last checkpoint, after SIGTERM and SIGINT from the step they came at."""
-    flags = "--max_steps=200", "--eval_interval=80"
+KILLED = """
+import os, train_gpt
+lr_at = train_gpt.lr_at
+train_gpt.lr_at = lambda step, *a: os.kill(os.getpid(), 9) if step == 12 else lr_at(step, *a)
+train_gpt.run(train_gpt.main)
+"""
+
+
+def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, data_dir, tmp_path, monkeypatch):
+    """Bit for bit, dropout included: after kill -9 from the last checkpoint, after SIGTERM and SIGINT from the step they came in."""
+    flags = "--max_steps=20", "--eval_interval=8"
+    killed = subprocess.Popen(command(tmp_path / "SIGKILL", data_dir, *flags, tool=(sys.executable, "-c", KILLED)), cwd=HERE,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     straight = losses(train(*flags, out="straight")[3])
-    runs = [(subprocess.Popen(command(tmp_path / name, data_dir, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                              pipesize=4096, env=os.environ | dict(PYTHONUNBUFFERED="1")), number)  # 40 lines: no run gets farther ahead
-            for name, number in (("SIGKILL", signal.SIGKILL), ("SIGTERM", signal.SIGTERM), ("SIGINT", signal.SIGINT))]
-    for process, number in runs:
-        for line in process.stdout:
-            if line.startswith("step 81/"):  # behind the checkpoint of step 80
-                process.send_signal(number)
-                break
-    for (process, number), status in zip(runs, (-9, 130, 130)):
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == status and not err, err
-        saved = torch.load(tmp_path / number.name / "ckpt.pt", weights_only=True)["step"]
-        assert (saved == 80 if number == signal.SIGKILL else
-                81 <= saved < 200 and f"saved step {saved}" in out and "--resume" in out), saved
-        status, out, err, log = train("--resume", out=number.name)
-        assert status == 0 and not err and losses(log) == straight, number.name
-        assert sorted(os.listdir(tmp_path / number.name)) == ["ckpt.pt", "log.jsonl"]
+    for number in signal.SIGTERM, signal.SIGINT:
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gpt, "lr_at", lambda step, *a: step == 12 and os.kill(os.getpid(), number) or lr_at(step, *a))
+            status, out, err, _ = train(*flags, out=number.name)
+        assert status == 130 and not err and "saved step 13" in out and "--resume" in out, err
+    err = killed.communicate(timeout=60)[1]
+    assert killed.returncode == -9 and not err, err
+    for name, step in (("SIGKILL", 8), ("SIGTERM", 13), ("SIGINT", 13)):
+        assert torch.load(tmp_path / name / "ckpt.pt", weights_only=True)["step"] == step
+        status, out, err, log = train("--resume", out=name)
+        assert status == 0 and not err and losses(log) == straight, name
+        assert sorted(os.listdir(tmp_path / name)) == ["ckpt.pt", "log.jsonl"]
 
 
 class Stops:
@@ -1521,9 +1529,9 @@ def test_train_compiled_is_not_compiled(train, tmp_path, monkeypatch):
 
 
 def test_train_two_processes_are_one_with_accumulation(train, data_dir, tmp_path):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     flags = "--dropout=0", "--micro_batch=2"
-    done = subprocess.run(command(tmp_path / "two", data_dir, *flags, tool=torchrun), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command(tmp_path / "two", data_dir, *flags, tool=(*TORCHRUN, HERE / "train_gpt.py")), capture_output=True,
+                          text=True, timeout=120)
     assert (done.returncode == 0 and "2 processes x 2 micro-batches x 2 sequences" in done.stdout
             and done.stdout.count("sample:") == 1), done.stderr
     one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
@@ -1557,10 +1565,8 @@ def test_train_compiled_processes_are_one(train, data_dir, tmp_path):
     "As torchrun does on GPUs: DDP has the compiled model, loss and all, cut where a bucket of gradients is full"
     (tmp_path / "compiled.py").write_text(COMPILED.format(here=str(HERE)))
     flags = "--dropout=0", "--micro_batch=2", "--n_embd=1024", "--mlp=none", "--max_steps=3"  # the head alone fills DDP's first bucket
-    line = command(tmp_path / "two", data_dir, *flags, "--compile=1",
-                   tool=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
-    line[line.index(str(HERE / "train_gpt.py"))] = str(tmp_path / "compiled.py")
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command(tmp_path / "two", data_dir, *flags, "--compile=1", tool=(*TORCHRUN, tmp_path / "compiled.py")),
+                          capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and ", compiled; MFU" in done.stdout, done.stderr
     assert all(int((tmp_path / f"compiled.py{rank}").read_text()) > 1 for rank in (0, 1))
     one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
@@ -1583,9 +1589,7 @@ except SystemExit as e:
 
 def test_train_no_process_leaves_before_the_checkpoint_is_there(data_dir, tmp_path):
     (tmp_path / "stop.py").write_text(SLOW_STOP.format(here=str(HERE)))
-    line = command("out", data_dir, tool=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
-    line[line.index(str(HERE / "train_gpt.py"))] = "stop.py"
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, timeout=120, text=True)
+    done = subprocess.run(command("out", data_dir, tool=(*TORCHRUN, "stop.py")), cwd=tmp_path, capture_output=True, timeout=120, text=True)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"stop.py{rank}").read_text() for rank in (0, 1)] == ["130 True"] * 2
 
