@@ -717,11 +717,12 @@ def test_gpt_impossible_settings_are_one_line():
                           (("init=torch",), dict(init="torch", attn_out="hadamard")),
                           (("92", "88 and 96"), dict(n_embd=92, n_head=2, attn_out="hadamard")),
                           (("n_head=3", "2 and 4"), dict(n_head=3, attn_out="head_hadamard"))):
-        with pytest.raises(ValueError) as e:
-            GPT(GPTConfig(**{**NANO, **config}))
-        assert "\n" not in str(e.value) and all(w in str(e.value) for w in words), str(e.value)
+        refuses(lambda: GPT(GPTConfig(**{**NANO, **config})), *words)
+    for config in (dict(attn_out="dense"), dict(attn_out="head_hadamard"), dict(attn_out="hadamard", n_embd=60, n_head=6)):
+        refuses(lambda: fold_hadamard(make(**config)), "fold_hadamard takes")
     q = torch.randn(1, 2, 5, 4)
     refuses(lambda: attention(q, q, q, mask=torch.zeros(1, 5)), "a mask goes with one query")
+    refuses(lambda: make()(torch.zeros(1, 17, dtype=torch.long)), "17 tokens, but block_size is 16")
 
 
 def test_gpt_flops_per_token_and_breakdown_by_hand():
@@ -771,12 +772,6 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     state = torch.get_rng_state()
     assert fold_hadamard(m.train()).training and torch.equal(torch.get_rng_state(), state)
     assert not any(p.requires_grad for p in fold_hadamard(m.requires_grad_(False)).parameters())
-
-
-def test_gpt_fold_hadamard_says_what_it_takes():
-    for config in (dict(attn_out="dense"), dict(attn_out="head_hadamard"), dict(attn_out="hadamard", n_embd=60, n_head=6)):
-        with pytest.raises(ValueError, match="fold_hadamard takes"):
-            fold_hadamard(make(**config))
 
 
 # -----------------------------------------------------------------------------
@@ -860,8 +855,7 @@ def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
     long = torch.randint(0, 97, (1, 40))
     assert torch.equal(m.generate(long, 20, 0), m.generate(long, 20, 0, use_cache=False))
     for wrong in (dict(temperature=-1), dict(top_k=-1)):
-        with pytest.raises(ValueError, match="=-1"):
-            m.generate(idx, 1, **wrong)
+        refuses(lambda: m.generate(idx, 1, **wrong), "=-1")
     wide = make(scale=3.0, attn=attn, pos=pos, block_size=400)
     y, x = wide.generate(idx[:1, -2:], 300, 0), idx[:1, -2:]  # past one stride of the cache
     assert torch.equal(wide(y[:, :-1])[:, 1:].argmax(-1), y[:, 2:]) and torch.equal(y[:, :2], x)
@@ -885,6 +879,21 @@ def test_gpt_sample_follows_its_distribution():
     assert sample(logits, 0, None, None).unique().tolist() == [1]
     assert sample(logits[:1], 1, None, torch.ones(1, 1, dtype=torch.float64)).item() == 3  # as u times the sum may round to the sum
     assert sample(logits[:1], 0.5, 1, torch.zeros(1, 1, dtype=torch.float64)).item() == 1  # u = 0 draws no token of probability 0
+    logits, u = torch.randn(5, 50), torch.rand(5, 1, dtype=torch.float64)
+    for temperature in (1e-320, 1e-307, 1e-9):
+        assert torch.equal(sample(logits, temperature, None, u), logits.argmax(-1, keepdim=True))
+
+
+def test_generation_takes_the_smallest_block_refuses_what_is_no_prompt_and_gives_the_mode_back():
+    m, idx = make(block_size=1), torch.randint(0, 97, (2, 3))
+    assert torch.equal(m.generate(idx, 6, 0), m.generate(idx, 6, 0, use_cache=False))
+    for model in (m, tiny_shaq()):
+        for prompt, n in ((idx % 11, -1), (idx[:, :0], 2)):
+            refuses(lambda: model.generate(prompt, n), "expected 0 or more after 1 or more")
+        for mode in (True, False):
+            with pytest.raises(IndexError):
+                model.train(mode).generate(torch.tensor([[10**6]]), 2)  # no such token
+            assert model.training == mode
 
 
 @pytest.mark.parametrize("attn", ["mha", "dva", "dva_outer"])
@@ -968,6 +977,22 @@ def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
     assert loss.dtype == torch.float32 and error(torch.autograd.grad(loss, w)[0], exact.double()) < 5e-3  # 334 slices, summed in fp32
 
 
+def test_gpt_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
+    x, w, y = torch.randn(4096, 16), torch.randn(512, 16), torch.randint(512, (4096,))
+    results = []
+    for half, scale in ((False, 1.0), (True, 65536.0)):  # GradScaler's default
+        leaf = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        with torch.autocast("cpu", torch.float16, enabled=half):
+            loss = model_py.HeadLoss.apply(*leaf, y, True) * scale
+        results.append([g / scale for g in torch.autograd.grad(loss, leaf)])
+    assert all(error(a, b.double()) < 3e-3 for a, b in zip(results[1], results[0]))
+    one = torch.zeros(16384, dtype=torch.int64)  # one target for all: the sum over rows is largest
+    leaf = [torch.full((16384, 16), 8.0, requires_grad=True), w.clone().requires_grad_()]
+    with torch.autocast("cpu", torch.float16):
+        loss = model_py.HeadLoss.apply(*leaf, one, True)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, leaf))
+
+
 @pytest.mark.parametrize("attn, pos, out", [("mha", "rope", "hadamard"), ("mha", "learned", "dense"), ("dva", "rope", "dense"),
                                             ("dva_outer", "learned", "dense")])
 def test_gpt_cache_filled_in_pieces(attn, pos, out):
@@ -977,8 +1002,6 @@ def test_gpt_cache_filled_in_pieces(attn, pos, out):
         parts.append(m(idx[:, start:start + n], cache=cache, pos=start))
         start += n
     assert error(torch.cat(parts, 1), m(idx).detach()) < 1e-7  # RoPE works in fp32
-    with pytest.raises(ValueError, match="17 tokens, but block_size is 16"):
-        m(torch.zeros(1, 17, dtype=torch.long))
 
 
 class Elsewhere(torch.Tensor):
@@ -1299,51 +1322,6 @@ def test_train_defaults_are_for_a_laptop_but_on_cuda(device, size, width):
     (gpt, _), (shaq, c) = train_gpt.settle({}, {}, m), train_shaq.settle({}, {}, m)
     assert gpt["size"] == size and c["n_embd"] == width and gpt["compile"] == shaq["compile"] == (device == "cuda")
     assert gpt["max_minutes"] == shaq["max_minutes"] == (0.0 if device == "cuda" else 3.0)
-
-
-def test_gpt_head_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
-    x, w, y = torch.randn(4096, 16), torch.randn(512, 16), torch.randint(512, (4096,))
-    results = []
-    for half in (False, True):
-        leaf = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-        with torch.autocast("cpu", torch.float16, enabled=half):
-            loss = model_py.HeadLoss.apply(*leaf, y, True) * (65536.0 if half else 1.0)  # GradScaler's default
-        results.append([g / (65536.0 if half else 1.0) for g in torch.autograd.grad(loss, leaf)])
-    assert all(error(a, b.double()) < 3e-3 for a, b in zip(results[1], results[0]))
-    one = torch.zeros(16384, dtype=torch.int64)  # one target for all: the sum over rows is largest
-    leaf = [torch.full((16384, 16), 8.0, requires_grad=True), w.clone().requires_grad_()]
-    with torch.autocast("cpu", torch.float16):
-        loss = model_py.HeadLoss.apply(*leaf, one, True)
-    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, leaf))
-
-
-def test_sampling_takes_any_temperature_and_the_smallest_block():
-    logits, u = torch.randn(5, 50), torch.rand(5, 1, dtype=torch.float64)
-    for temperature in (1e-320, 1e-307, 1e-9):
-        assert torch.equal(sample(logits, temperature, None, u), logits.argmax(-1, keepdim=True))
-    m, idx = make(block_size=1), torch.randint(0, 97, (2, 3))
-    assert torch.equal(m.generate(idx, 6, 0), m.generate(idx, 6, 0, use_cache=False))
-    for model in (m, tiny_shaq("shaq")):
-        for prompt, n in ((idx % 11, -1), (idx[:, :0], 2)):
-            with pytest.raises(ValueError, match="expected 0 or more after 1 or more"):
-                model.generate(prompt, n)
-
-
-@pytest.mark.parametrize("preset", ["shaq", "mean_mem"])
-def test_shaq_generate_of_nothing_reads_the_prompt(preset):
-    model, idx = tiny_shaq(preset, mem_len=40, mean_window=9).eval(), torch.randint(11, (2, 1500))
-    out, state = model.generate(idx, 0)
-    with torch.no_grad():
-        _, first = model(idx[:, :1024])
-        _, wanted = model(idx[:, 1024:-1], state=first)             # all but the last token, as training reads it
-    assert torch.equal(out, idx)
-    torch.testing.assert_close(state, detach_state(wanted), rtol=1e-5, atol=1e-6)
-    assert model.generate(idx[:, :1], 0)[1] is None  # nothing to read yet
-
-
-def test_shaq_state_of_no_block_is_one_line():
-    with pytest.raises(ValueError, match="0 blocks"):
-        tiny_shaq("shaq")(torch.randint(11, (2, 4)), state=[])
 
 
 def test_train_clips_beside_frozen_parameters_and_evaluation_leaves_each_mode():
@@ -2035,9 +2013,7 @@ def test_fopool_errors_are_one_line():
                        (lambda: kernels.qrnn_pool(x[..., :5]), ValueError),
                        (lambda: kernels.qrnn_pool(x, x[:, 0]), ValueError),
                        (lambda: kernels.qrnn_pool(x.bfloat16(), torch.zeros(2, 2).bfloat16()), ValueError)):
-        with pytest.raises(kind, match="got .*; ") as error:
-            call()
-        assert "\n" not in str(error.value)
+        assert re.search("got .*; ", refuses(call, kind=kind))
 
 
 def test_fopool_sigmoid_in_ptx_has_the_right_constants():
@@ -2301,13 +2277,6 @@ def test_shaq_starts_as_published_and_every_parameter_gets_a_gradient(preset):
     assert abs(model.wte.weight.std().item() / (0.1 / 4) - 1) < 0.25                # 0.1 / sqrt(d)
 
 
-def test_shaq_init_refuses_a_parameter_it_does_not_know():
-    model = tiny_shaq()
-    model.blocks[1].extra = torch.nn.Parameter(torch.randn(3))
-    with pytest.raises(RuntimeError, match=r"blocks\.1\.extra"):
-        model.init_weights()
-
-
 def test_shaq_collapse_changes_nothing_but_the_count():
     model = tiny_shaq(attn_layers=(2, 4))
     idx = torch.randint(11, (2, 9))
@@ -2364,8 +2333,14 @@ def test_shaq_generate_carries_its_state(preset):
         u = torch.rand(len(prompt), 1, dtype=torch.float64, generator=generator)
         scratch = torch.cat([scratch, sample(model(scratch)[0][:, -1], 0.8, 5, u)], dim=1)
     assert torch.equal(out, scratch)
-    long = torch.randint(11, (1, 1100))  # more than one window
-    torch.testing.assert_close(model.generate(long, 1)[1], detach_state(model(long)[1]), rtol=1e-4, atol=1e-4)
+    long = torch.randint(11, (2, 1500))  # more than one window
+    _, first = model(long[:, :1024])
+    for n in (0, 1):  # what is not followed by another is not read
+        out, state = model.generate(long, n)
+        torch.testing.assert_close(state, detach_state(model(long[:, 1024:1499 + n], state=first)[1]), rtol=1e-5,
+                                   atol=1e-5 if preset == "sharnn" else 1e-6)  # whose gates it folds
+        assert torch.equal(out[:, :1500], long) and out.size(1) == 1500 + n
+    assert model.generate(long[:, :1], 0)[1] is None  # nothing to read yet
     greedy, _ = model.generate(prompt, 9, temperature=0)
     first, state = model.generate(prompt, 4, temperature=0)
     assert torch.equal(torch.cat([first, model.generate(first[:, -1:], 5, 0, state=state)[0][:, 1:]], dim=1), greedy)
@@ -2422,28 +2397,22 @@ def test_shaq_runs_under_bf16_autocast(preset):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("fields, words", [
-    (dict(rnn="gru"), "rnn=gru"), (dict(memory="all"), "memory=all"), (dict(ff="boo"), "ff=boo"),
-    (dict(n_head=3), "n_head=3"),
-    (dict(attn_layers=(5,)), "from 1 to n_layer=4"), (dict(attn_layers="2,4"), "from 1 to n_layer=4"), (dict(mem_len=-1), "mem_len=-1"),
-    (dict(memory="mean", mem_len=8, mean_window=8), "mean_window=8"), (dict(dropout=1.0), "dropout=1.0")])
-def test_shaq_config_errors_are_one_line(fields, words):
-    with pytest.raises(ValueError) as error:
-        SHAQConfig(**fields)
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def test_shaq_refuses_a_state_of_another_batch():
-    for preset in ("sharnn", "shaq"):
-        model = tiny_shaq(preset)
-        _, state = model(torch.randint(11, (3, 4)))
-        with pytest.raises(ValueError, match="3 streams"):
-            model(torch.randint(11, (2, 4)), state=state)
-        with pytest.raises(ValueError, match="at least 1"):
-            model(torch.randint(11, (2, 0)))
-        with pytest.raises(ValueError, match="temperature=-1"):
-            model.generate(torch.randint(11, (2, 4)), 2, temperature=-1)
+def test_shaq_impossible_settings_and_states_are_one_line():
+    for fields, words in (
+        (dict(rnn="gru"), "rnn=gru"), (dict(memory="all"), "memory=all"), (dict(ff="boo"), "ff=boo"), (dict(n_head=3), "n_head=3"),
+        (dict(attn_layers=(5,)), "from 1 to n_layer=4"), (dict(attn_layers="2,4"), "from 1 to n_layer=4"), (dict(mem_len=-1), "mem_len=-1"),
+        (dict(memory="mean", mem_len=8, mean_window=8), "mean_window=8"), (dict(dropout=1.0), "dropout=1.0")):
+        refuses(lambda: SHAQConfig(**fields), words)
     assert SHAQConfig(attn_layers=[4, 2]).attn_layers == (2, 4) and SHAQConfig(attn_layers=2).attn_layers == (2,)
+    for preset in ("sharnn", "shaq"):
+        model, idx = tiny_shaq(preset), torch.randint(11, (2, 4))
+        _, state = model(torch.randint(11, (3, 4)))
+        refuses(lambda: model(idx, state=state), "3 streams")
+        refuses(lambda: model(idx, state=[]), "0 blocks")
+        refuses(lambda: model(idx[:, :0]), "at least 1")
+        refuses(lambda: model.generate(idx, 2, temperature=-1), "temperature=-1")
+    model.blocks[1].extra = torch.nn.Parameter(torch.randn(3))
+    refuses(model.init_weights, "blocks.1.extra", kind=RuntimeError)
 
 
 def lamb_parameters():
@@ -2493,11 +2462,9 @@ def test_lamb_never_waits_for_the_device():
 
 
 def test_lamb_wants_fp32_and_numbers_that_make_sense():
-    with pytest.raises(ValueError, match="bfloat16"):
-        LAMB([torch.nn.Parameter(torch.randn(3, dtype=torch.bfloat16))])
+    refuses(lambda: LAMB([torch.nn.Parameter(torch.randn(3, dtype=torch.bfloat16))]), "bfloat16")
     for bad in (dict(lr=-1), dict(eps=0), dict(betas=(0.9, 1.0)), dict(weight_decay=-1)):
-        with pytest.raises(ValueError, match="LAMB"):
-            LAMB(lamb_parameters(), **bad)
+        refuses(lambda: LAMB(lamb_parameters(), **bad), "LAMB")
     published = dict(lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25)
     assert LAMB(lamb_parameters()).defaults == published
 
