@@ -1826,18 +1826,6 @@ def test_fopool_gradcheck():
         assert torch.autograd.gradcheck(lambda *x: _fo_call(x)[1], inputs[:-1])
 
 
-def test_fopool_cut_anywhere_equals_whole():
-    (gates, c0), _, _ = _fo_inputs(2, 40, 5, True, torch.float32)
-    h, c_last = kernels.qrnn_pool(gates, c0)
-    for cuts in ([1] * 40, [17, 23], [16, 1, 23], [39, 1]):
-        c, parts = c0, []
-        for window in gates.split(cuts, dim=1):
-            x, c = kernels.qrnn_pool(window, c)
-            parts.append(x)
-        torch.testing.assert_close(torch.cat(parts, 1), h, rtol=0, atol=1e-6)
-        torch.testing.assert_close(c, c_last, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype,ulp", [(torch.bfloat16, 2 ** -9), (torch.float16, 2 ** -12)])
 def test_fopool_16_bit_error_is_output_rounding(dtype, ulp):
     """fp32 state over 300 steps: what the 16-bit result loses is the rounding of h and of the gradients, no more."""
