@@ -1236,10 +1236,17 @@ def data_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def train(tmp_path, data_dir, capsys, monkeypatch):
-    "train(flags...) runs train_gpt.py's main here -> (exit status, stdout, stderr, records of log.jsonl)"
+def signals():
+    "A script's main handles them; the test gives them back"
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))}
+    yield
+    for s, handler in handlers.items():
+        signal.signal(s, handler)
 
+
+@pytest.fixture
+def train(tmp_path, data_dir, capsys, monkeypatch, signals):
+    "train(flags...) runs train_gpt.py's main here -> (exit status, stdout, stderr, records of log.jsonl)"
     def run(*flags, out="out"):
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", command(tmp_path / out, data_dir, *flags)[1:])
@@ -1248,9 +1255,6 @@ def train(tmp_path, data_dir, capsys, monkeypatch):
             status = 0
         except SystemExit as e:
             status = e.code
-        finally:
-            for s, handler in handlers.items():
-                signal.signal(s, handler)
         return (status, *capsys.readouterr(), records(tmp_path / out))
     return run
 
@@ -1382,9 +1386,8 @@ def test_train_logs_what_it_says(train, tmp_path, data_dir, monkeypatch):
     assert len(set(seeds)) == len(seeds) == 2 * 7
 
 
-def test_train_follows_the_recipe_of_the_book(data_dir, tmp_path, monkeypatch):
+def test_train_follows_the_recipe_of_the_book(data_dir, tmp_path, monkeypatch, signals):
     "PyTorch's own start, a constant rate, no clipping, decay of vectors too, fp32, the loss on the split's first windows"
-    monkeypatch.setattr(train_gpt, "StopSignal", lambda: SimpleNamespace(number=0))
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--size=gpt2_book", "--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=32",
                                       "--batch_tokens=64", "--eval_tokens=256", "--max_steps=3", "--dataset=mine",
                                       f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'out'}", "--device=cpu"])
@@ -1593,7 +1596,6 @@ def test_train_goes_on_in_a_folder_that_was_moved(train, tmp_path, monkeypatch):
     os.renames(tmp_path / "moved", tmp_path / "out/gpt")  # where it need not be named
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--resume", "--max_steps=5"])
-    monkeypatch.setattr(train_gpt, "StopSignal", lambda: SimpleNamespace(number=0))
     train_gpt.main()
     assert list(losses(records(tmp_path / "out/gpt"))[0]) == [0, 1, 2, 3, 4] and not (tmp_path / "moved").exists()
     assert "ckpt.pt.old" in train("--max_steps=0", out="out/gpt")[1] and (tmp_path / "out/gpt/ckpt.pt.old").exists()
@@ -2464,18 +2466,12 @@ def text_data(tmp_path):
 
 
 @pytest.fixture
-def train_shaq_here(tmp_path, text_data, monkeypatch):
+def train_shaq_here(tmp_path, text_data, monkeypatch, signals):
     "train_shaq_here(flags...) runs train_shaq.py's main in this process"
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))}
-
     def run(*flags):
         start = [] if "--resume" in flags else ["--dataset=mine", *TINY_SHAQ, "--max_minutes=0", "--batch=2", "--bptt=20"]
         monkeypatch.setattr(sys, "argv", ["train_shaq.py", f"--data_dir={text_data / 'data'}", "--device=cpu", *start, *flags])
-        try:
-            pd.run(train_shaq.main)
-        finally:
-            for s, handler in handlers.items():
-                signal.signal(s, handler)
+        pd.run(train_shaq.main)
     return run
 
 
