@@ -1259,6 +1259,22 @@ def train(tmp_path, data_dir, capsys, monkeypatch, signals):
     return run
 
 
+def save_model(path, model, **more):
+    torch.save(dict(kind=type(model).__name__, config=asdict(model.config), model=model.state_dict(),
+                    data=dict(name="mine", tokenizer="byte"), **more), path)
+
+
+@pytest.fixture
+def sampled(capsys, monkeypatch):
+    "sampled(checkpoint, flags...): what model.py prints"
+    def run(path, *flags):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={path}", "--device=cpu", *flags])
+        pd.run(model_py.main)
+        return capsys.readouterr().out
+    return run
+
+
 TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
 
 
@@ -1292,7 +1308,7 @@ def one_line(result, *words, status=1):
     assert all(str(w) in err for w in words), (words, err)
 
 
-def test_train_learns_logs_samples_and_saves(train, tmp_path, monkeypatch, capsys):
+def test_train_learns_logs_samples_and_saves(train, tmp_path, sampled):
     status, out, err, log = train("--max_steps=40", "--eval_interval=20", "--lr=0.02")
     assert status == 0 and not err, err
     loss, val = losses(log)
@@ -1309,15 +1325,9 @@ def test_train_learns_logs_samples_and_saves(train, tmp_path, monkeypatch, capsy
     assert {"model", "optimizer", "step", "settings", "config", "data"} <= set(ckpt) and ckpt["step"] == 40
     assert all(torch.equal(v, ckpt["model"][k]) for k, v in model_of(load_checkpoint(str(path))).state_dict().items())
     assert sorted(os.listdir(tmp_path / "out")) == ["ckpt.pt", "log.jsonl"]
-    texts = []
-    for seed in (3, 3, 4):
-        monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={path}", "--prompt=def ", "--tokens=80", f"--seed={seed}", "--device=cpu"])
-        pd.run(model_py.main)
-        texts.append(capsys.readouterr().out)
+    texts = [sampled(path, "--prompt=def ", "--tokens=80", f"--seed={seed}") for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("def ")
-    monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={path}", "--prompt=\udcff", "--tokens=1", "--device=cpu"])  # no UTF-8
-    pd.run(model_py.main)
-    assert capsys.readouterr().out.startswith("\ufffd")
+    assert sampled(path, "--prompt=\udcff", "--tokens=1").startswith("\ufffd")  # no UTF-8
 
 
 @pytest.mark.parametrize("device, size, width", [("cpu", "nano", 256), ("mps", "nano", 256), ("cuda", "tiny", 1024)])
@@ -1732,16 +1742,14 @@ def test_train_full_disk_is_said_and_leaves_nothing_half_written(data_dir, tmp_p
         assert os.listdir(out) == ["log.jsonl"] and records(out) and sum("record is lost" in line for line in before) <= 1
 
 
-@pytest.mark.parametrize("flag, words", [("--ckpt=none.pt", ["none.pt does not exist"]), ("--ckpt=.", ["."]), ("--prompt=", ["--prompt"]),
-                                         ("--top_k=-1", ["top_k"]), ("--temperature=-1", ["temperature"]), ("--tokens=-1", ["tokens"]),
-                                         ("--device=gpu", ["device"])])
-def test_sample_bad_input_is_one_line(tmp_path, monkeypatch, capsys, flag, words):
-    m = make(vocab_size=256)
-    torch.save(dict(kind="GPT", config=asdict(m.config), model=m.state_dict(), data=dict(name="mine", tokenizer="byte")),
-               tmp_path / "ckpt.pt")
+def test_sample_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
+    save_model(tmp_path / "ckpt.pt", make(vocab_size=256))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["model.py", "--ckpt=ckpt.pt", "--device=cpu", flag])
-    fails(capsys, lambda: pd.run(model_py.main), *words, status=1 if flag in ("--ckpt=none.pt", "--ckpt=.", "--prompt=") else 2)
+    for status, flag, word in ((1, "--ckpt=none.pt", "none.pt does not exist"), (1, "--ckpt=.", "."), (1, "--prompt=", "--prompt"),
+                               (2, "--top_k=-1", "top_k"), (2, "--temperature=-1", "temperature"), (2, "--tokens=-1", "tokens"),
+                               (2, "--device=gpu", "device")):
+        monkeypatch.setattr(sys, "argv", ["model.py", "--ckpt=ckpt.pt", "--device=cpu", flag])
+        fails(capsys, lambda: pd.run(model_py.main), word, status=status)
 
 
 # -----------------------------------------------------------------------------
@@ -2268,23 +2276,14 @@ def test_shaq_collapse_changes_nothing_but_the_count():
     assert n - sum(small.param_breakdown().values()) == 2 * (2 * 16 * 16 + 2 * 16)
 
 
-def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, monkeypatch, capsys):
+def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, sampled):
     model = tiny_shaq(vocab_size=256)
-    torch.save(dict(kind="SHAQ", config=asdict(model.config), model=model.state_dict(), data=dict(name="mine", tokenizer="byte")),
-               tmp_path / "ckpt.pt")
-    monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={tmp_path / 'ckpt.pt'}", "--device=cpu", "--prompt=def ", "--tokens=60",
-                                      "--seed=7"])
-    pd.run(model_py.main)
+    save_model(tmp_path / "ckpt.pt", model)
     ids = model.generate(torch.tensor([list(b"def ")]), 60, 0.8, 50, generator=torch.Generator().manual_seed(7))[0][0].tolist()
-    assert capsys.readouterr().out == pd.decode("byte", ids) + "\n"
-    m = make(vocab_size=320)  # padded: ids above 255 are drawn, and stand for nothing
-    torch.save(dict(kind="GPT", config=asdict(m.config), model=m.state_dict(), data=dict(name="mine", tokenizer="byte")),
-               tmp_path / "ckpt.pt")
-    texts = []
-    for flags in (["--temperature=0"], ["--temperature=9", "--top_k=1"], ["--temperature=9", "--top_k=0"]):
-        monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={tmp_path / 'ckpt.pt'}", "--device=cpu", *flags])
-        model_py.main()
-        texts.append(capsys.readouterr().out)
+    assert sampled(tmp_path / "ckpt.pt", "--prompt=def ", "--tokens=60", "--seed=7") == pd.decode("byte", ids) + "\n"
+    save_model(tmp_path / "ckpt.pt", make(vocab_size=320))  # padded: ids above 255 are drawn, and stand for nothing
+    texts = [sampled(tmp_path / "ckpt.pt", *flags) for flags in (["--temperature=0"], ["--temperature=9", "--top_k=1"],
+                                                                 ["--temperature=9", "--top_k=0"])]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -3668,8 +3667,7 @@ def test_bench_eval_rolling_counts_each_token_once():
 def test_bench_eval_of_a_local_task(tmp_path, capsys):
     "With lm_eval: its accuracy on questions of ours is that by hand. Without: one line that says what to install."
     model = small_gpt(block_size=64)
-    torch.save(dict(kind="GPT", config=asdict(model.config), model=model.state_dict(), data=dict(name="x", tokenizer="byte"),
-                    settings=dict(size="nano")), tmp_path / "ckpt.pt")
+    save_model(tmp_path / "ckpt.pt", model, settings=dict(size="nano"))
     argv = ["eval", f"--ckpt={tmp_path}/ckpt.pt", "--tasks=letters", f"--include_path={tmp_path}"]
     if importlib.util.find_spec("lm_eval") is None:
         return fails(capsys, lambda: bench.main(argv), "pip install lm_eval")
