@@ -1519,14 +1519,34 @@ def test_train_compiled_is_not_compiled(train, tmp_path, monkeypatch):
     assert not any("_orig_mod" in k for k in torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["model"])
 
 
+STOPPED = """
+import os, sys, time
+sys.path.insert(0, {here!r})
+import train_gpt
+write, rank = train_gpt.write_or_warn, os.environ["RANK"]
+train_gpt.write_or_warn = lambda path, f: time.sleep(1.5) or write(path, f)
+numbers = iter((0, 0, 15 * int(rank)))  # one of the two has the signal
+train_gpt.StopSignal = lambda: type("Stops", (), dict(number=property(lambda self: next(numbers))))()
+try:
+    train_gpt.main()
+except SystemExit as e:
+    open(sys.argv[0] + rank, "w").write(f"{{e.code}} {{os.path.exists('two/ckpt.pt')}}")
+"""
+
+
 def test_train_two_processes_are_one_with_accumulation(train, data_dir, tmp_path):
+    "Stopped together by one's signal, neither leaves before the checkpoint is there; and one process goes on with it"
+    (tmp_path / "stop.py").write_text(STOPPED.format(here=str(HERE)))
     flags = "--dropout=0", "--micro_batch=2"
-    done = subprocess.run(command(tmp_path / "two", data_dir, *flags, tool=(*TORCHRUN, HERE / "train_gpt.py")), capture_output=True,
-                          text=True, timeout=120)
-    assert (done.returncode == 0 and "2 processes x 2 micro-batches x 2 sequences" in done.stdout
-            and done.stdout.count("sample:") == 1), done.stderr
+    done = subprocess.run(command("two", data_dir, *flags, tool=(*TORCHRUN, "stop.py")), cwd=tmp_path, capture_output=True, timeout=120,
+                          text=True)
+    assert done.returncode == 0 and "2 processes x 2 micro-batches x 2 sequences" in done.stdout, done.stderr
+    assert [(tmp_path / f"stop.py{rank}").read_text() for rank in (0, 1)] == ["130 True"] * 2
     one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
-    assert all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two)), (one, two)
+    assert list(two[0]) == [0, 1, 2] and list(two[1]) == [0]
+    for both in (two, losses(train("--resume", out="two")[3])):
+        assert all(a[i] == pytest.approx(b[i], abs=2e-5) for a, b in zip(one, both) for i in b), (one, both)
+    assert list(both[0]) == list(range(6)) and list(both[1]) == [0, 3, 6]
 
 
 COMPILED = """
@@ -1558,31 +1578,10 @@ def test_train_compiled_processes_are_one(train, data_dir, tmp_path):
     flags = "--dropout=0", "--micro_batch=2", "--n_embd=1024", "--mlp=none", "--max_steps=3"  # the head alone fills DDP's first bucket
     done = subprocess.run(command(tmp_path / "two", data_dir, *flags, "--compile=1", tool=(*TORCHRUN, tmp_path / "compiled.py")),
                           capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and ", compiled; MFU" in done.stdout, done.stderr
+    assert done.returncode == 0 and ", compiled; MFU" in done.stdout and done.stdout.count("sample:") == 1, done.stderr
     assert all(int((tmp_path / f"compiled.py{rank}").read_text()) > 1 for rank in (0, 1))
     one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
     assert all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two)), (one, two)
-
-
-SLOW_STOP = """
-import os, sys, time
-sys.path.insert(0, {here!r})
-import train_gpt
-write = train_gpt.write_or_warn
-train_gpt.write_or_warn = lambda path, f: time.sleep(1.5) or write(path, f)
-train_gpt.StopSignal = lambda: type("Stops", (), dict(number=15))
-try:
-    train_gpt.main()
-except SystemExit as e:
-    open(sys.argv[0] + os.environ["RANK"], "w").write(f"{{e.code}} {{os.path.exists('out/ckpt.pt')}}")
-"""
-
-
-def test_train_no_process_leaves_before_the_checkpoint_is_there(data_dir, tmp_path):
-    (tmp_path / "stop.py").write_text(SLOW_STOP.format(here=str(HERE)))
-    done = subprocess.run(command("out", data_dir, tool=(*TORCHRUN, "stop.py")), cwd=tmp_path, capture_output=True, timeout=120, text=True)
-    assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"stop.py{rank}").read_text() for rank in (0, 1)] == ["130 True"] * 2
 
 
 def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp_path):
