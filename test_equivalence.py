@@ -3024,27 +3024,20 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     assert not [f for _, _, files in os.walk(tmp_path / "d") for f in files]
 
 
-def test_data_repeated_inputs_add_up_and_a_small_text_is_told(tmp_path, capsys):
+def test_data_inputs_add_up_without_byte_order_marks_are_not_written_over_and_a_small_text_is_told(tmp_path, capsys):
     for name in "abc":
-        (tmp_path / name).write_text(name * 100)
+        (tmp_path / name).write_text("\ufeff" + name * 100, encoding="utf-8")
     for name, flags, note in (("x", ["--input", "a", "b", "--input", "c"], True), ("y", ["--input", *9 * "abc"], False)):
         pd.main([str(tmp_path / f) if len(f) == 1 else f for f in flags] + [f"--name={name}", f"--data_dir={tmp_path}"])
         assert ("note: one window" in capsys.readouterr().out) == note
     x = pd.load_dataset("x", str(tmp_path))
     assert pd.decode("byte", [*x.train[:], *x.val[:]]) == "a" * 100 + "b" * 100 + "c" * 100
     assert pd.decode("byte", x.train[98:102]) == pd.decode("byte", torch.tensor([97, 97, 98, 98])) == "aabb"  # arrays as lists
-
-
-def test_data_joined_inputs_lose_every_byte_order_mark_and_are_not_written_over(tmp_path, capsys):
-    for name in "ab":
-        (tmp_path / name).write_text("\ufeff" + 50 * name, encoding="utf-8")
-    main = lambda *names: pd.main(["--input", *(str(tmp_path / n) for n in names), "--name=x", f"--data_dir={tmp_path}"])
-    main("a", "b")
-    x = pd.load_dataset("x", str(tmp_path))
-    assert pd.decode("byte", [*x.train[:], *x.val[:]]) == 50 * "a" + 50 * "b"
-    before = (tmp_path / "x/train.bin").read_bytes()
-    fails(capsys, lambda: main("a", "x/train.bin"), "train.bin would be written over", "another --name")
-    assert (tmp_path / "x/train.bin").read_bytes() == before
+    mine = tmp_path / "x/train.bin"
+    before = mine.read_bytes()
+    fails(capsys, lambda: pd.main(["--input", str(tmp_path / "a"), str(mine), "--name=x", f"--data_dir={tmp_path}"]),
+          "train.bin would be written over", "another --name")
+    assert mine.read_bytes() == before
 
 
 def test_data_one_process_at_a_time_prepares_a_folder(corpus):
