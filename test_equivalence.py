@@ -174,12 +174,8 @@ def test_hadamard_order_that_does_not_exist_names_the_nearest():
 
 def test_hadamard_transform_is_the_dense_product():
     for n in (1, 2, 4, 12, 16, 20, 24, 28, 36, 44, 60, 96, 128, 640, 768, 1024, 1536, 2560):
-        x, y = randn(5, n), randn(5, n)
-        H = hadamard_matrix(n, torch.float64)
+        x, H = randn(5, n), hadamard_matrix(n, torch.float64)
         assert error(hadamard_transform(x), x @ H) < 1e-12 and error(hadamard_transform(x, 0.3), 0.3 * (x @ H)) < 1e-12
-        assert error(hadamard_transform(hadamard_transform(x)), n * x) < 1e-12                                       # involution
-        inner = (hadamard_transform(x) * y).sum(-1)
-        assert (inner - (x * hadamard_transform(y)).sum(-1)).abs().max() < 1e-10 * n                                  # <Hx, y> = <x, Hy>
         assert torch.equal(hadamard_transform(torch.eye(n)), hadamard_matrix(n))                                     # one-hot rows
         ints = torch.randint(-8, 9, (3, n))
         assert torch.equal(hadamard_transform(ints.float()), (ints @ hadamard_matrix(n, torch.int64)).float())       # bit for bit
@@ -226,25 +222,21 @@ def test_hadamard_affine_does_not_round_16_bit_vectors_again():
     assert torch.equal(low, high)
 
 
-def test_hadamard_norm_is_as_exact_as_the_wider_of_its_inputs():
-    for low in (torch.bfloat16, torch.float16):
-        x, residual, vectors = torch.randn(9, 64), torch.randn(9, 64).to(low), [torch.randn(64) for _ in range(4)]
-        y, normed = hadamard_affine_norm(x, *vectors[:2], residual, *vectors[2:])
-        assert y.dtype == low and error(normed, F.layer_norm(y.double(), (64,), *(v.double() for v in vectors[2:]))) < 1e-6
-
-
-def test_hadamard_norm_has_gradients_beside_a_residual_of_any_dtype():
+def test_hadamard_norm_and_its_gradients_beside_a_residual_of_any_dtype():
     kinds = torch.float64, torch.float32, torch.bfloat16, torch.float16
-    for kind, other in itertools.product(kinds, kinds):
+    for kind, other, rms in itertools.product(kinds, kinds, (False, True)):
         x, residual, dy = torch.randn(9, 64).to(kind), torch.randn(9, 64).to(other), torch.randn(9, 64)
         exact, most = None, 0.02 if min(kind.itemsize, other.itemsize) == 2 else 1e-5
         for cast in (lambda t: t.double(), lambda t: t):
-            leaf = [cast(t.detach()).requires_grad_() for t in (x, residual, *VECTORS)]
-            y, normed = hadamard_affine_norm(leaf[0], *leaf[2:4], leaf[1], *leaf[4:])
-            grads = torch.autograd.grad((y, normed), leaf, [dy.to(t.dtype) for t in (y, normed)])
+            leaf = [cast(t.detach()).requires_grad_() for t in (x, residual, *VECTORS[:3 if rms else 4])]
+            y, normed = hadamard_affine_norm(leaf[0], *leaf[2:4], leaf[1], *leaf[4:], rms=rms, n_head=2)
+            found = y.detach(), normed.detach(), *torch.autograd.grad((y, normed), leaf, [dy.to(t.dtype) for t in (y, normed)])
             if exact is not None:
-                assert all(g.dtype == t.dtype and error(g, e) < most for g, t, e in zip(grads, leaf, exact)), (kind, other)
-            exact = grads
+                assert all(g.dtype == t.dtype and error(g, e) < (most if i > 1 else most / 4)
+                           for i, (g, t, e) in enumerate(zip(found, (residual, x, *leaf), exact))), (kind, other, rms)
+            exact = found
+        if kind == torch.float32 and not rms:  # as exact as the wider of its inputs
+            assert error(normed, F.layer_norm(y.double(), (64,), *(v.double() for v in VECTORS[2:]))) < 1e-6
 
 
 def test_hadamard_gradients_of_vectors_stay_in_fp32_inside_autocast():
@@ -500,12 +492,6 @@ def test_hadamard_affine_norm_is_its_parts(rms):
         a, b = (torch.autograd.grad(f(*leaf)[i].square().sum(), leaf, allow_unused=True) for f in (fused, parts))
         assert all(error(p, torch.zeros_like(p) if q is None else q) < 1e-11 or not p.any() for p, q in zip(a, b))
     low = [leaf[0].detach().bfloat16().requires_grad_(), *(t.detach().float().requires_grad_() for t in leaf[1:])]  # as under autocast
-    y, normed = fused(*low)
-    assert y.dtype == torch.float32 and normed.dtype == torch.bfloat16
-    assert error(y, parts(*leaf)[0]) < 5e-3 and error(normed, parts(*leaf)[1]) < 1e-2
-    grads = torch.autograd.grad((y, normed), low, (torch.ones_like(y), normed.detach()))
-    exact = torch.autograd.grad(parts(*leaf), leaf, (torch.ones_like(leaf[1]), parts(*leaf)[1].detach()))
-    assert all(g.dtype == t.dtype and error(g, e) < 2e-2 for g, t, e in zip(grads, low, exact))
     torch.library.opcheck(kernels._hadamard_norm, (*low[:5], None if rms else low[5], 0.2, 1e-5, rms, n_head, False))
     assert not hadamard_norm_is_fused(22)
 
