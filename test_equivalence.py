@@ -1233,9 +1233,9 @@ def signals():
 @pytest.fixture
 def train(tmp_path, data_dir, capsys, monkeypatch, signals):
     "train(flags...) runs train_gpt.py's main here -> (exit status, stdout, stderr, records of log.jsonl)"
-    def run(*flags, out="out"):
+    def run(*flags, out="out", keep=None):
         capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", command(tmp_path / out, data_dir, *flags)[1:])
+        monkeypatch.setattr(sys, "argv", command(tmp_path / out, data_dir, *flags, keep=keep)[1:])
         try:
             pd.run(train_gpt.main)
             status = 0
@@ -1262,14 +1262,16 @@ def sampled(capsys, monkeypatch):
 
 
 TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+SHAPE = "n_layer n_embd n_head block_size dataset"
 
 
-def command(out, data_dir, *flags, tool=(sys.executable, HERE / "train_gpt.py")):
+def command(out, data_dir, *flags, tool=(sys.executable, HERE / "train_gpt.py"), keep=None):
+    "train_gpt.py with these flags and those of a tiny run, or with the tiny run's that keep names"
     given = {f.split("=")[0] for f in flags}
     tiny = dict(n_layer=1, n_embd=32, n_head=2, block_size=32, batch_tokens=256, micro_batch=4, dtype="float32", attn_out="hadamard",
                 dropout=0.1, lr=0.01, warmup_steps=2, max_steps=6, max_minutes=0, eval_interval=3, eval_tokens=1024, seed=1,
                 dataset="mine", data_dir=data_dir, out_dir=out, device="cpu")
-    keep = {"data_dir", "out_dir", "device"} if "--resume" in flags else tiny
+    keep = {"data_dir", "out_dir", "device", *keep.split()} if keep else {"data_dir", "out_dir", "device"} if "--resume" in flags else tiny
     return [*map(str, tool), *(f"--{k}={v}" for k, v in tiny.items() if k in keep and f"--{k}" not in given), *flags]
 
 
@@ -1382,13 +1384,10 @@ def test_train_logs_what_it_says(train, tmp_path, data_dir, monkeypatch):
     assert len(set(seeds)) == len(seeds) == 2 * 7
 
 
-def test_train_follows_the_recipe_of_the_book(data_dir, tmp_path, monkeypatch, signals):
+def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path):
     "PyTorch's own start, a constant rate, no clipping, decay of vectors too, fp32, the loss on the split's first windows"
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--size=gpt2_book", "--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=32",
-                                      "--batch_tokens=64", "--eval_tokens=256", "--max_steps=3", "--dataset=mine",
-                                      f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'out'}", "--device=cpu"])
-    train_gpt.main()
-    (first, *log), ckpt = records(tmp_path / "out"), torch.load(tmp_path / "out/ckpt.pt", weights_only=True)
+    first, *log = train("--size=gpt2_book", "--batch_tokens=64", "--eval_tokens=256", "--max_steps=3", keep=SHAPE)[3]
+    ckpt = torch.load(tmp_path / "out/ckpt.pt", weights_only=True)
     assert first["settings"]["dtype"] == "float32" and [r["lr"] for r in log if "lr" in r] == [4e-4] * 3
     all_of_it, none = ckpt["optimizer"]["param_groups"]
     assert all_of_it["betas"] == (0.9, 0.999) and not none["params"]
@@ -1398,14 +1397,10 @@ def test_train_follows_the_recipe_of_the_book(data_dir, tmp_path, monkeypatch, s
     assert log[-1]["val_loss"] == pytest.approx(wanted)
 
 
-def test_train_length_and_intervals_hang_on_the_model(data_dir, tmp_path, monkeypatch):
+def test_train_length_and_intervals_hang_on_the_model(train, monkeypatch):
     monkeypatch.setattr(train_gpt, "StopSignal", lambda: SimpleNamespace(number=15))
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--size=tiny", "--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=32",
-                                      "--batch_tokens=256", "--dataset=mine", f"--data_dir={data_dir}", f"--out_dir={tmp_path}",
-                                      "--device=cpu", "--dtype=float32"])
-    with pytest.raises(SystemExit):
-        train_gpt.main()
-    s, n = records(tmp_path)[0]["settings"], records(tmp_path)[0]["params"]
+    status, _, _, (first, *_) = train("--size=tiny", keep=SHAPE + " batch_tokens dtype")
+    s, n = first["settings"], first["params"]
     steps = math.ceil(20 * n / 256)  # 20 tokens a parameter
     assert (s["max_steps"], s["warmup_steps"], s["eval_interval"], s["min_lr"]) == (steps, steps // 50, steps // 20, pytest.approx(6e-5))
 
