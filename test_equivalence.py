@@ -1788,7 +1788,7 @@ def test_fopool_cuts_all_of_time():
 
 def test_fopool_gradcheck():
     for act in (True, False):
-        inputs, _, _ = _fo_inputs(2, 18, 3, act, torch.float64)
+        inputs, _, _ = _fo_inputs(1, 18, 2, act, torch.float64)
         inputs = [x.requires_grad_() for x in inputs]
         assert torch.autograd.gradcheck(lambda *x: _fo_call(x), inputs)
         assert torch.autograd.gradcheck(lambda *x: _fo_call(x)[0], inputs)
@@ -1915,7 +1915,7 @@ def test_fopool_empty_sizes():
 
 
 def test_fopool_opcheck_and_determinism():
-    for act, dtype in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
+    for act, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         inputs, dh, dc = _fo_inputs(2, 19, 4, act, dtype)
         *banks, c0 = [x.requires_grad_() for x in inputs]
         for c in (c0, None):
