@@ -302,7 +302,7 @@ def test_hadamard_small_fp16_gradients_survive():
     assert error(dx, exact) < 3 * error(exact.half(), exact)
 
 
-def test_hadamard_wrong_shapes_are_one_line():
+def test_hadamard_wrong_shapes_and_dtypes_are_one_line():
     x, v = torch.zeros(2, 48), torch.zeros(48)
     for call, words in ((lambda: hadamard_affine(x, torch.zeros(47), v), ("alpha (47,)", "(2, 48)")),
                         (lambda: hadamard_affine(x, v, torch.zeros(1)), ("beta (1,)",)),
