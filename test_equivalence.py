@@ -1391,7 +1391,7 @@ def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path):
 
 def test_train_length_and_intervals_hang_on_the_model(train, monkeypatch):
     monkeypatch.setattr(train_gpt, "StopSignal", lambda: SimpleNamespace(number=15))
-    status, _, _, (first, *_) = train("--size=tiny", keep=SHAPE + " batch_tokens dtype")
+    first, *_ = train("--size=tiny", keep=SHAPE + " batch_tokens dtype")[3]
     s, n = first["settings"], first["params"]
     steps = math.ceil(20 * n / 256)  # 20 tokens a parameter
     assert (s["max_steps"], s["warmup_steps"], s["eval_interval"], s["min_lr"]) == (steps, steps // 50, steps // 20, pytest.approx(6e-5))
@@ -3013,7 +3013,7 @@ pd.main(sys.argv[1:])"""
     assert not [name for name in os.listdir(f"{data}/enwik8") if name.endswith(".tmp")]
 
 
-def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
+def test_data_what_goes_wrong_anywhere_is_one_line(capsys):
     def ends(error):
         def main():
             raise error
@@ -3471,7 +3471,7 @@ def test_bench_prints_a_papers_figure_beside_the_papers_model_alone():
                     quality("shaq", "sharnn", attn_layers=(2,))])
 
 
-def test_bench_compare_reads_the_data_of_its_recipe(bench_data, monkeypatch):
+def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     asked = []
     monkeypatch.setattr(bench, "load_dataset", lambda *a: asked.append(a) or sys.exit(3))
     for argv in (["compare", "--set=size=dva_book"], ["compare", "--set=dataset=x", "--set=data_dir=y"], ["compare", "--model=shaq"],
