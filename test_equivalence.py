@@ -3179,22 +3179,18 @@ def messy(n):
     return "".join(RNG.choice([*"ab'sdtmlvre1! \n\t\u00a0\u2003\x1c\x85üß字😀", "  \n ", " the", "'ll"], n)) + " \n "
 
 
-def test_data_gpt2_tokens_do_not_depend_on_the_cut(toy, tmp_path):
+def test_data_gpt2_tokens_do_not_depend_on_the_cut_nor_on_the_cores(toy, tmp_path):
     text = messy(20_000)
     for size in (1, 2, 13, 1000, 10**6):
         chunks = list(pd.safe_chunks(text, size))
         assert "".join(chunks) == text
         assert [i for chunk in chunks for i in toy.encode_ordinary(chunk)] == toy.encode_ordinary(text)
     assert len(list(pd.safe_chunks(text, 1))) > 1000
+    assert pd.tokenize(text.encode(), "gpt2", "", size=5000).tolist() == toy.encode_ordinary(text)
+    assert pd.decode("gpt2", pd.encode("gpt2", text)) == text
     pd.prepare(str(tmp_path / "u"), "u", "gpt2", ("ü" * 11).encode(), "")
     d = pd.load_dataset("u", str(tmp_path))
     assert (d.decode(d.train[:]), d.decode(d.val[:])) == ("ü" * 9, "ü" * 2)  # nor is a character cut
-
-
-def test_data_gpt2_all_cores_equal_one(toy):
-    text = messy(20_000)
-    assert pd.tokenize(text.encode(), "gpt2", "", size=5000).tolist() == toy.encode_ordinary(text)
-    assert pd.decode("gpt2", pd.encode("gpt2", text)) == text
 
 
 def test_data_gpt2_tokens_of_war_and_peace(tmp_path):
