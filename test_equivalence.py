@@ -1428,7 +1428,7 @@ def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, dat
             patch.setattr(train_gpt, "lr_at", lambda step, *a: step == 12 and os.kill(os.getpid(), number) or lr_at(step, *a))
             status, out, err, _ = train(*flags, out=number.name)
         assert status == 130 and not err and "saved step 13" in out and "--resume" in out, err
-    err = killed.communicate(timeout=60)[1]
+    err = killed.communicate(timeout=120)[1]
     assert killed.returncode == -9 and not err, err
     for name, step in (("SIGKILL", 8), ("SIGTERM", 13), ("SIGINT", 13)):
         assert torch.load(tmp_path / name / "ckpt.pt", weights_only=True)["step"] == step
