@@ -2104,6 +2104,9 @@ def test_shaq_memory_never_exceeds_its_cap_nor_holds_a_graph(memory, mem_len, rn
         assert [s[1] is None for s in state] == [True, True, False, True] and any(t.requires_grad for t in tensors(state))
         kept = tensors(detach_state(state))
         assert not any(t.requires_grad or t.untyped_storage().nbytes() > t.nbytes for t in kept)  # no view of a longer memory
+    torch.save(detach_state(state), file := io.BytesIO())
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=True), detach_state(state), rtol=0, atol=0)
     cap = 0 if memory == "none" else mem_len
     assert max(held) == cap
     assert all(S <= max(T, cap) for T, S in attended)
