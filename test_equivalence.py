@@ -108,6 +108,15 @@ if torch.cuda.is_available() and kernels.triton is not None:
     del name
 
 
+def refuses(call, *words, kind=ValueError):
+    "call() raises this kind of error -> its text, one line that holds all words"
+    with pytest.raises(kind) as e:
+        call()
+    text = str(e.value)
+    assert "\n" not in text and all(w in text for w in words), text
+    return text
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
@@ -126,8 +135,9 @@ def test_hadamard_matrix_is_symmetric_and_orthogonal_for_every_order():
         H = hadamard_matrix(n)
         X = torch.randint(0, 2, (n, 8)).mul_(2).sub_(1).float()  # +-1: every wrong row of H H or H^T survives a column with probability 1/2
         HX = H @ X
-        assert torch.equal((X.T @ H).T, HX), n  # H^T X = H X
-        assert torch.equal(H @ HX, n * X), n  # H H X = n X, exact below 2^24: a row's n squares sum to n; none is above 1
+        again, back = (torch.cat((X, HX), 1).T @ H).T.chunk(2, 1)  # one more walk over H
+        assert torch.equal(again, HX), n  # H^T X = H X
+        assert torch.equal(back, n * X), n  # H^T H X = n X, exact below 2^24: a column's n squares sum to n; none is above 1
         assert torch.stack(H.aminmax()).abs().max() == 1, n
         if n <= 128 or n in (768, 1536):
             assert torch.equal(H, H.T) and torch.equal(H @ H, n * torch.eye(n)), n
@@ -148,37 +158,33 @@ def test_hadamard_matrix_kronecker_identity():
         assert hadamard_transform(torch.eye(12)).equal(hadamard_matrix(12))
 
 
-def test_hadamard_matrix_made_under_a_fake_tensor_mode_is_not_kept():
+def test_hadamard_matrix_is_a_real_one_wherever_it_was_first_made():
     from torch._subclasses.fake_tensor import FakeTensorMode
     for cached in (kernels._factors, kernels._plan):
         cached.cache_clear()
     with FakeTensorMode():  # torch.export's, and that of tools which plan memory
         hadamard_matrix(12), GPT(GPTConfig(n_layer=1, n_head=12, n_embd=48, vocab_size=64, attn_out="hadamard"))
-    assert type(hadamard_matrix(12)) is torch.Tensor and torch.equal(hadamard_transform(torch.eye(12)), hadamard_matrix(12))
+    with torch.device("meta"):
+        for n in (20, 36, 44):  # each of Paley's constructions
+            hadamard_matrix(n), hadamard_transform(torch.zeros(1, n, device="cpu"))
+    for n in (12, 20, 36, 44):
+        assert type(hadamard_matrix(n)) is torch.Tensor and torch.equal(hadamard_transform(torch.eye(n)), hadamard_matrix(n))
 
 
 def test_hadamard_order_that_does_not_exist_names_the_nearest():
     for n, near in ((3, (2, 4)), (52, (48, 56)), (100, (96, 104)), (770, (768, 776)), (0, (1,)), (-4, (1,))):
         for call in (lambda: hadamard_matrix(n), lambda: hadamard_transform(torch.zeros(2, n)) if n > 0 else hadamard_matrix(n)):
-            with pytest.raises(ValueError, match="nearest") as e:
-                call()
-            assert str(e.value).endswith(f"nearest that work are {' and '.join(map(str, near))}") and "\n" not in str(e.value)
-    with pytest.raises(TypeError, match="integer"):
-        hadamard_matrix(12.0)
+            assert refuses(call).endswith(f"nearest that work are {' and '.join(map(str, near))}")
+    refuses(lambda: hadamard_matrix(12.0), "integer", kind=TypeError)
     kernels._split_order.cache_clear()
-    with pytest.raises(ValueError, match="1000000 and 1000004"):
-        hadamard_matrix(1000003)
+    refuses(lambda: hadamard_matrix(1000003), "1000000 and 1000004")
     assert kernels._split_order.cache_info().misses < 100  # not every order from half of it to its double
 
 
 def test_hadamard_transform_is_the_dense_product():
     for n in (1, 2, 4, 12, 16, 20, 24, 28, 36, 44, 60, 96, 128, 640, 768, 1024, 1536, 2560):
-        x, y = randn(5, n), randn(5, n)
-        H = hadamard_matrix(n, torch.float64)
+        x, H = randn(5, n), hadamard_matrix(n, torch.float64)
         assert error(hadamard_transform(x), x @ H) < 1e-12 and error(hadamard_transform(x, 0.3), 0.3 * (x @ H)) < 1e-12
-        assert error(hadamard_transform(hadamard_transform(x)), n * x) < 1e-12                                       # involution
-        inner = (hadamard_transform(x) * y).sum(-1)
-        assert (inner - (x * hadamard_transform(y)).sum(-1)).abs().max() < 1e-10 * n                                  # <Hx, y> = <x, Hy>
         assert torch.equal(hadamard_transform(torch.eye(n)), hadamard_matrix(n))                                     # one-hot rows
         ints = torch.randint(-8, 9, (3, n))
         assert torch.equal(hadamard_transform(ints.float()), (ints @ hadamard_matrix(n, torch.int64)).float())       # bit for bit
@@ -227,25 +233,21 @@ def test_hadamard_affine_does_not_round_16_bit_vectors_again():
     assert torch.equal(hadamard_affine(x, alpha, beta), hadamard_affine(x, alpha.float(), beta.float()))
 
 
-def test_hadamard_norm_is_as_exact_as_the_wider_of_its_inputs():
-    for low in (torch.bfloat16, torch.float16):
-        x, residual, vectors = torch.randn(9, 64), torch.randn(9, 64).to(low), [torch.randn(64) for _ in range(4)]
-        y, normed = hadamard_affine_norm(x, *vectors[:2], residual, *vectors[2:])
-        assert y.dtype == low and error(normed, F.layer_norm(y.double(), (64,), *(v.double() for v in vectors[2:]))) < 1e-6
-
-
-def test_hadamard_norm_has_gradients_beside_a_residual_of_any_dtype():
+def test_hadamard_norm_and_its_gradients_beside_a_residual_of_any_dtype():
     kinds = torch.float64, torch.float32, torch.bfloat16, torch.float16
-    for kind, other in itertools.product(kinds, kinds):
+    for kind, other, rms in itertools.product(kinds, kinds, (False, True)):
         x, residual, dy = torch.randn(9, 64).to(kind), torch.randn(9, 64).to(other), torch.randn(9, 64)
         exact, most = None, 0.02 if min(kind.itemsize, other.itemsize) == 2 else 1e-5
         for cast in (lambda t: t.double(), lambda t: t):
-            leaf = [cast(t.detach()).requires_grad_() for t in (x, residual, *VECTORS)]
-            y, normed = hadamard_affine_norm(leaf[0], *leaf[2:4], leaf[1], *leaf[4:])
-            grads = torch.autograd.grad((y, normed), leaf, [dy.to(t.dtype) for t in (y, normed)])
+            leaf = [cast(t.detach()).requires_grad_() for t in (x, residual, *VECTORS[:3 if rms else 4])]
+            y, normed = hadamard_affine_norm(leaf[0], *leaf[2:4], leaf[1], *leaf[4:], rms=rms, n_head=2)
+            found = y.detach(), normed.detach(), *torch.autograd.grad((y, normed), leaf, [dy.to(t.dtype) for t in (y, normed)])
             if exact is not None:
-                assert all(g.dtype == t.dtype and error(g, e) < most for g, t, e in zip(grads, leaf, exact)), (kind, other)
-            exact = grads
+                assert all(g.dtype == t.dtype and error(g, e) < (most if i > 1 else most / 4)
+                           for i, (g, t, e) in enumerate(zip(found, (residual, x, *leaf), exact))), (kind, other, rms)
+            exact = found
+        if kind == torch.float32 and not rms:  # as exact as the wider of its inputs
+            assert error(normed, F.layer_norm(y.double(), (64,), *(v.double() for v in VECTORS[2:]))) < 1e-6
 
 
 def test_hadamard_gradients_of_vectors_stay_in_fp32_inside_autocast():
@@ -272,14 +274,17 @@ def test_hadamard_takes_any_strides_and_any_number_of_rows():
     assert torch.equal(a.grad, torch.zeros(d, dtype=torch.float64))
 
 
-def test_hadamard_nan_and_inf_stay_in_their_row():
-    x = torch.randn(40, 96)
-    x[3, 5], x[17, 0], x[17, 9], x[29, 2] = math.nan, math.inf, math.inf, -math.inf
-    for y in (hadamard_affine(x, torch.randn(96), torch.randn(96), 8), hadamard_transform(x),
-              hadamard_affine(x, torch.randn(96), torch.randn(96), 4, True)):
-        bad = ~y.isfinite().all(1)
-        assert bad.nonzero().flatten().tolist() == [3, 17, 29]
-    assert y[3].isnan().sum() == 4  # a mix over 4 heads reaches the same channel of each, no other
+@pytest.mark.parametrize("path", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_hadamard_nan_and_inf_stay_in_their_row(path, monkeypatch):
+    monkeypatch.setattr(kernels, "_FEW", 15)
+    for d, n_head, heads_only in ((768, 12, False), (96, 1, False), (96, 8, False), (768, 12, True), (96, 4, True)):
+        for dtype in (torch.float32, torch.float16):
+            x = torch.randn(40, d).to(dtype)
+            x[3, 5], x[17, 0], x[29, 2] = math.nan, math.inf, -math.inf
+            y = getattr(kernels, f"_transform_{path}")(x, torch.randn(d), torch.randn(d), None, 1.0, n_head, heads_only)
+            assert (~y.isfinite().all(1)).nonzero().flatten().tolist() == [3, 17, 29]
+            # a mix over heads reaches the same channel of each, no other
+            assert not heads_only or y[3].isnan().nonzero().flatten().tolist() == list(range(5, d, d // n_head))
 
 
 def test_hadamard_half_precision_error_is_near_the_rounding_floor():
@@ -308,7 +313,7 @@ def test_hadamard_small_fp16_gradients_survive():
     assert error(dx, exact) < 3 * error(exact.half(), exact)
 
 
-def test_hadamard_wrong_shapes_are_one_line():
+def test_hadamard_wrong_shapes_and_dtypes_are_one_line():
     x, v = torch.zeros(2, 48), torch.zeros(48)
     for call, words in ((lambda: hadamard_affine(x, torch.zeros(47), v), ("alpha (47,)", "(2, 48)")),
                         (lambda: hadamard_affine(x, v, torch.zeros(1)), ("beta (1,)",)),
@@ -317,10 +322,19 @@ def test_hadamard_wrong_shapes_are_one_line():
                         (lambda: hadamard_affine_norm(x, v, v, x, v, n_head=-4, heads_only=True), ("n_head -4",)),
                         (lambda: hadamard_affine(x, v, v, 16), ("d / n_head=3", "2 and 4")),
                         (lambda: hadamard_affine(x, v, v, 3, True), ("n_head=3", "2 and 4")),
-                        (lambda: hadamard_affine(torch.zeros(2, 50), torch.zeros(50), torch.zeros(50)), ("d=50", "48 and 56"))):
-        with pytest.raises(ValueError) as e:
-            call()
-        assert "\n" not in str(e.value) and all(w in str(e.value) for w in words), str(e.value)
+                        (lambda: hadamard_affine(torch.zeros(2, 50), torch.zeros(50), torch.zeros(50)), ("d=50", "48 and 56")),
+                        (lambda: hadamard_affine_norm(x, v, v, x[:1], v), ("residual of its shape",)),
+                        (lambda: hadamard_affine_norm(*(x[:, :22], v[:22], v[:22], x[:, :22], v[:22])), ("nearest",))):
+        refuses(call, *words)
+    vector = torch.ones(8)
+    for f in (hadamard_transform, lambda x: hadamard_affine(x, vector, vector),
+              lambda x: hadamard_affine_norm(x, vector, vector, x, vector)):
+        for dtype in (torch.int8, torch.int64, torch.bool):
+            refuses(lambda: f(torch.ones(2, 8).to(dtype)), "cast it first", kind=TypeError)
+        for shape in ((), (3, 0)):
+            refuses(lambda: f(torch.ones(shape)), "expected")
+    refuses(lambda: hadamard_affine_norm(torch.ones(2, 8), vector, vector, torch.ones(2, 8).long(), vector), "residual is in torch.int64",
+            kind=TypeError)
 
 
 def test_hadamard_operators_pass_opcheck():
@@ -377,9 +391,9 @@ def test_hadamard_norm_compiles_for_any_number_of_rows_and_any_gradient(monkeypa
 def test_operators_refuse_forward_mode():
     x, v = torch.randn(3, 12), torch.randn(12)
     for f in (hadamard_transform, lambda x: hadamard_affine(x, v, v), lambda x: hadamard_affine_norm(x, v, v, x, v)[0],
-              lambda x: kernels.qrnn_pool(x[None])[0], lambda x: kernels.fo_pool(x[None], x[None], x[None])[0]):
-        with pytest.raises(NotImplementedError, match="reverse mode only"):
-            torch.func.jvp(f, (x,), (x,))
+              lambda x: kernels.qrnn_pool(x[None])[0], lambda x: kernels.fo_pool(x[None], x[None], x[None])[0],
+              lambda x: attention(*[x[None, None]] * 3), lambda x: attention(*[x[None, None]] * 5)):
+        refuses(lambda: torch.func.jvp(f, (x,), (x,)), "reverse mode only", kind=NotImplementedError)
 
 
 def test_hadamard_compiles_for_any_width_too(monkeypatch):
@@ -485,7 +499,7 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
                     and error(y, exact) <= (1.02 * floor if dtype == torch.float16 else 5e-7)), (dtype, N)
         dalpha, dbeta = kernels._grads_triton(x, dy, scale, n_head, heads_only)
         assert error(dalpha, (dy.double() * (x.double() @ H)).sum(0)) < 1e-6 and error(dbeta, dy.double().sum(0)) < 1e-6
-        if dtype == torch.float32:
+        if dtype == torch.float32 and N > 1:
             assert all(map(torch.equal, (dalpha, dbeta), kernels._grads_triton(x, dy, scale, n_head, heads_only)))
 
 
@@ -507,17 +521,7 @@ def test_hadamard_affine_norm_is_its_parts(rms):
         a, b = (torch.autograd.grad(f(*leaf)[i].square().sum(), leaf, allow_unused=True) for f in (fused, parts))
         assert all(error(p, torch.zeros_like(p) if q is None else q) < 1e-11 or not p.any() for p, q in zip(a, b))
     low = [leaf[0].detach().bfloat16().requires_grad_(), *(t.detach().float().requires_grad_() for t in leaf[1:])]  # as under autocast
-    y, normed = fused(*low)
-    assert y.dtype == torch.float32 and normed.dtype == torch.bfloat16
-    assert error(y, parts(*leaf)[0]) < 5e-3 and error(normed, parts(*leaf)[1]) < 1e-2
-    grads = torch.autograd.grad((y, normed), low, (torch.ones_like(y), normed.detach()))
-    exact = torch.autograd.grad(parts(*leaf), leaf, (torch.ones_like(leaf[1]), parts(*leaf)[1].detach()))
-    assert all(g.dtype == t.dtype and error(g, e) < 2e-2 for g, t, e in zip(grads, low, exact))
     torch.library.opcheck(kernels._hadamard_norm, (*low[:5], None if rms else low[5], 0.2, 1e-5, rms, n_head, False))
-    with pytest.raises(ValueError, match="residual of its shape"):
-        hadamard_affine_norm(leaf[0], leaf[2], leaf[3], leaf[1][:1], leaf[4])
-    with pytest.raises(ValueError, match="nearest"):
-        hadamard_affine_norm(*(torch.zeros(s) for s in ((2, 22), (22,), (22,), (2, 22), (22,))))
     assert not hadamard_norm_is_fused(22)
 
 
@@ -578,7 +582,7 @@ def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeyp
     monkeypatch.setattr(kernels, "_programs", lambda N, plan, warps: 2)
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     plan, _ = kernels._plan(d, n_head, heads_only, 16, "norm backward")
-    for dtype, wide, N, rms, biased in ((torch.float32, torch.float32, 5, False, True), (torch.float16, torch.float32, 4, True, False),
+    for dtype, wide, N, rms, biased in ((torch.float32, torch.float32, 3, False, True), (torch.float16, torch.float32, 4, True, False),
                                         (torch.float16, torch.float16, 1, False, False), (torch.float16, torch.float32, 0, False, True)):
         N = N * plan["R"] + (N > 1) * (plan["R"] > 1)
         alpha, weight, shift = (torch.randn(d) for _ in range(3))
@@ -596,7 +600,7 @@ def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeyp
         assert [t.dtype for t in got] == [dtype, wide, torch.float32, torch.float32]
         for g, e in zip(got, exact):
             assert g.shape == e.shape and (not e.numel() or error(g, e) <= max(1.02 * error(e.to(g.dtype), e), 1e-6))
-        assert all(map(torch.equal, got, kernels._norm_backward_triton(*args)))
+        assert not rms or all(map(torch.equal, got, kernels._norm_backward_triton(*args)))
 
 
 @needs_triton
@@ -625,17 +629,6 @@ def test_hadamard_norm_backward_is_one_kernel_where_triton_runs(monkeypatch):
     assert len(calls) == 3
     for on_forward in (True, False):
         torch.library.opcheck(kernels._hadamard_norm_backward, [t.detach() if isinstance(t, torch.Tensor) else t for t in calls[0]])
-
-
-@needs_triton
-def test_hadamard_triton_nan_stays_in_its_row(monkeypatch):
-    monkeypatch.setattr(kernels, "_FEW", 15)
-    for d, n_head, heads_only in ((768, 12, False), (96, 8, False), (768, 12, True)):
-        for dtype in (torch.float32, torch.float16):
-            x = torch.randn(20, d).to(dtype)
-            x[3, 5], x[17, 0] = math.nan, math.inf
-            y = kernels._transform_triton(x, torch.randn(d), torch.randn(d), None, 1.0, n_head, heads_only)
-            assert (~y.isfinite().all(1)).nonzero().flatten().tolist() == [3, 17]
 
 
 # -----------------------------------------------------------------------------
@@ -728,9 +721,12 @@ def test_gpt_impossible_settings_are_one_line():
                           (("init=torch",), dict(init="torch", attn_out="hadamard")),
                           (("92", "88 and 96"), dict(n_embd=92, n_head=2, attn_out="hadamard")),
                           (("n_head=3", "2 and 4"), dict(n_head=3, attn_out="head_hadamard"))):
-        with pytest.raises(ValueError) as e:
-            GPT(GPTConfig(**{**NANO, **config}))
-        assert "\n" not in str(e.value) and all(w in str(e.value) for w in words), str(e.value)
+        refuses(lambda: GPT(GPTConfig(**{**NANO, **config})), *words)
+    for config in (dict(attn_out="dense"), dict(attn_out="head_hadamard"), dict(attn_out="hadamard", n_embd=60, n_head=6)):
+        refuses(lambda: fold_hadamard(make(**config)), "fold_hadamard takes")
+    q = torch.randn(1, 2, 5, 4)
+    refuses(lambda: attention(q, q, q, mask=torch.zeros(1, 5)), "a mask goes with one query")
+    refuses(lambda: make()(torch.zeros(1, 17, dtype=torch.long)), "17 tokens, but block_size is 16")
 
 
 def test_gpt_flops_per_token_and_breakdown_by_hand():
@@ -782,12 +778,6 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     assert not any(p.requires_grad for p in fold_hadamard(m.requires_grad_(False)).parameters())
 
 
-def test_gpt_fold_hadamard_says_what_it_takes():
-    for config in (dict(attn_out="dense"), dict(attn_out="head_hadamard"), dict(attn_out="hadamard", n_embd=60, n_head=6)):
-        with pytest.raises(ValueError, match="fold_hadamard takes"):
-            fold_hadamard(make(**config))
-
-
 # -----------------------------------------------------------------------------
 # GPT: attention and generation
 
@@ -812,31 +802,16 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
         assert error(attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)) < 1e-12
 
 
-def test_gpt_attention_takes_a_mask_for_one_query_only():
-    q = torch.randn(1, 2, 5, 4)
-    with pytest.raises(ValueError, match="a mask goes with one query"):
-        attention(q, q, q, mask=torch.zeros(1, 5))
-
-
 def test_gpt_shapes_that_do_not_fit_are_one_line():
     "Some of them used to be computed: values of more positions than there are keys, one target for a whole window"
     q, long = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 9, 8)
     for wrong in ((q, q, long), (q, long, q), (q, q[:, :2], q[:, :2]), (q, q.reshape(4, 2, 3, 8), q.reshape(4, 2, 3, 8)), (long, q, q),
                   (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q)):
-        with pytest.raises(ValueError, match=r"expected q, r \(B, h, T, w\).*got q \(2, 4, \d, 8\), k"):
-            attention(*wrong)
+        refuses(lambda: attention(*wrong), "expected q, r (B, h, T, w)", "got q (2, 4, ")
     idx = torch.zeros(1, 5, dtype=torch.int64)
     for targets in (idx[:, :1], idx[0], idx.repeat(2, 1)):
-        with pytest.raises(ValueError, match=r"targets have shape .*expected that of idx, \(1, 5\)"):
-            GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=11, block_size=5))(idx, targets)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of its jvp
-def test_gpt_attention_has_no_forward_mode_and_says_so():
-    q = torch.randn(1, 2, 5, 4)
-    for f in (lambda q: attention(q, q, q), lambda q: attention(q, q, q, q, q)):
-        with pytest.raises(NotImplementedError, match="reverse mode only"):
-            torch.func.jvp(f, (q,), (q,))
+        refuses(lambda: GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=11, block_size=5))(idx, targets),
+                "targets have shape", "expected that of idx, (1, 5)")
 
 
 @pytest.mark.parametrize("outer", [False, True])
@@ -896,8 +871,7 @@ def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
     long = torch.randint(0, 97, (1, 40))
     assert torch.equal(m.generate(long, 20, 0), m.generate(long, 20, 0, use_cache=False))
     for wrong in (dict(temperature=-1), dict(top_k=-1)):
-        with pytest.raises(ValueError, match="=-1"):
-            m.generate(idx, 1, **wrong)
+        refuses(lambda: m.generate(idx, 1, **wrong), "=-1")
     wide = make(scale=3.0, attn=attn, pos=pos, block_size=400)
     y, x = wide.generate(idx[:1, -2:], 300, 0), idx[:1, -2:]  # past one stride of the cache
     assert torch.equal(wide(y[:, :-1])[:, 1:].argmax(-1), y[:, 2:]) and torch.equal(y[:, :2], x)
@@ -921,6 +895,21 @@ def test_gpt_sample_follows_its_distribution():
     assert sample(logits, 0, None, None).unique().tolist() == [1]
     assert sample(logits[:1], 1, None, torch.ones(1, 1, dtype=torch.float64)).item() == 3  # as u times the sum may round to the sum
     assert sample(logits[:1], 0.5, 1, torch.zeros(1, 1, dtype=torch.float64)).item() == 1  # u = 0 draws no token of probability 0
+    logits, u = torch.randn(5, 50), torch.rand(5, 1, dtype=torch.float64)
+    for temperature in (1e-320, 1e-307, 1e-9):
+        assert torch.equal(sample(logits, temperature, None, u), logits.argmax(-1, keepdim=True))
+
+
+def test_generation_takes_the_smallest_block_refuses_what_is_no_prompt_and_gives_the_mode_back():
+    m, idx = make(block_size=1), torch.randint(0, 97, (2, 3))
+    assert torch.equal(m.generate(idx, 6, 0), m.generate(idx, 6, 0, use_cache=False))
+    for model in (m, tiny_shaq()):
+        for prompt, n in ((idx % 11, -1), (idx[:, :0], 2)):
+            refuses(lambda: model.generate(prompt, n), "expected 0 or more after 1 or more")
+        for mode in (True, False):
+            with pytest.raises(IndexError):
+                model.train(mode).generate(torch.tensor([[10**6]]), 2)  # no such token
+            assert model.training == mode
 
 
 @pytest.mark.parametrize("attn", ["mha", "dva", "dva_outer"])
@@ -1004,6 +993,24 @@ def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
     assert loss.dtype == torch.float32 and error(torch.autograd.grad(loss, w)[0], exact.double()) < 5e-3  # 334 slices, summed in fp32
 
 
+def test_gpt_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
+    for N, V, spread in ((256, 50304, 0.02), (4096, 512, 1.0)):
+        x, w, y, results = torch.randn(N, 16), spread * torch.randn(V, 16), torch.randint(512, (N,)), []
+        for half, scale in ((False, 1.0), (True, 65536.0)):  # GradScaler's default
+            leaf = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+            with torch.autocast("cpu", torch.float16, enabled=half):
+                loss = model_py.HeadLoss.apply(*leaf, y, True) * scale
+            results.append([g / scale for g in torch.autograd.grad(loss, leaf)])
+        assert all(error(a, b.double()) < 3e-3 for a, b in zip(results[1], results[0]))
+        (_, exact), (_, dw) = results
+        assert V == 512 or error(dw[512:], exact[512:].double()) < 3e-3  # of tokens that are no target: each p is 2e-5 here
+    one = torch.zeros(16384, dtype=torch.int64)  # one target for all: the sum over rows is largest
+    leaf = [torch.full((16384, 16), 8.0, requires_grad=True), w.clone().requires_grad_()]
+    with torch.autocast("cpu", torch.float16):
+        loss = model_py.HeadLoss.apply(*leaf, one, True)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, leaf))
+
+
 @pytest.mark.parametrize("attn, pos, out", [("mha", "rope", "hadamard"), ("mha", "learned", "dense"), ("dva", "rope", "dense"),
                                             ("dva_outer", "learned", "dense")])
 def test_gpt_cache_filled_in_pieces(attn, pos, out):
@@ -1013,8 +1020,6 @@ def test_gpt_cache_filled_in_pieces(attn, pos, out):
         parts.append(m(idx[:, start:start + n], cache=cache, pos=start))
         start += n
     assert error(torch.cat(parts, 1), m(idx).detach()) < 1e-7  # RoPE works in fp32
-    with pytest.raises(ValueError, match="17 tokens, but block_size is 16"):
-        m(torch.zeros(1, 17, dtype=torch.long))
 
 
 class Elsewhere(torch.Tensor):
@@ -1249,14 +1254,6 @@ def test_run_machine_keeps_freed_memory_of_an_older_glibc_too(most, kept, monkey
     assert accepted == ({-3: kept, -1: 2**31 - 1} if kept else {})
 
 
-def test_hadamard_matrix_does_not_depend_on_the_default_device():
-    for n in (36, 76):
-        with torch.device("meta"):
-            hadamard_matrix(n), hadamard_transform(torch.zeros(1, n, device="cpu"))
-        assert torch.equal(hadamard_matrix(n).square().sum(1), torch.full((n,), float(n)))
-        assert hadamard_transform(torch.eye(n)).device.type == "cpu"
-
-
 # -----------------------------------------------------------------------------
 # Training, in this process where it can be: a start costs more than a run. Tiny, in fp32, on this project's own sources.
 
@@ -1271,32 +1268,57 @@ def data_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def train(tmp_path, data_dir, capsys, monkeypatch):
-    "train(flags...) runs train_gpt.py's main here -> (exit status, stdout, stderr, records of log.jsonl)"
+def signals():
+    "A script's main handles them; the test gives them back"
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))}
+    yield
+    for s, handler in handlers.items():
+        signal.signal(s, handler)
 
-    def run(*flags, out="out"):
+
+@pytest.fixture
+def train(tmp_path, data_dir, capsys, monkeypatch, signals):
+    "train(flags...) runs train_gpt.py's main here -> (exit status, stdout, stderr, records of log.jsonl)"
+    def run(*flags, out="out", keep=None):
         capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", command(tmp_path / out, data_dir, *flags)[1:])
+        monkeypatch.setattr(sys, "argv", command(tmp_path / out, data_dir, *flags, keep=keep)[1:])
         try:
             pd.run(train_gpt.main)
             status = 0
         except SystemExit as e:
             status = e.code
-        finally:
-            for s, handler in handlers.items():
-                signal.signal(s, handler)
         return (status, *capsys.readouterr(), records(tmp_path / out))
     return run
 
 
-def command(out, data_dir, *flags, tool=(sys.executable,)):
+def save_model(path, model, **more):
+    torch.save(dict(kind=type(model).__name__, config=asdict(model.config), model=model.state_dict(),
+                    data=dict(name="mine", tokenizer="byte"), **more), path)
+
+
+@pytest.fixture
+def sampled(capsys, monkeypatch):
+    "sampled(checkpoint, flags...): what model.py prints"
+    def run(path, *flags):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={path}", "--device=cpu", *flags])
+        pd.run(model_py.main)
+        return capsys.readouterr().out
+    return run
+
+
+TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+SHAPE = "n_layer n_embd n_head block_size dataset"
+
+
+def command(out, data_dir, *flags, tool=(sys.executable, HERE / "train_gpt.py"), keep=None):
+    "train_gpt.py with these flags and those of a tiny run, or with the tiny run's that keep names"
     given = {f.split("=")[0] for f in flags}
     tiny = dict(n_layer=1, n_embd=32, n_head=2, block_size=32, batch_tokens=256, micro_batch=4, dtype="float32", attn_out="hadamard",
                 dropout=0.1, lr=0.01, warmup_steps=2, max_steps=6, max_minutes=0, eval_interval=3, eval_tokens=1024, seed=1,
                 dataset="mine", data_dir=data_dir, out_dir=out, device="cpu")
-    keep = {"data_dir", "out_dir", "device"} if "--resume" in flags else tiny
-    return [*tool, str(HERE / "train_gpt.py"), *(f"--{k}={v}" for k, v in tiny.items() if k in keep and f"--{k}" not in given), *flags]
+    keep = {"data_dir", "out_dir", "device", *keep.split()} if keep else {"data_dir", "out_dir", "device"} if "--resume" in flags else tiny
+    return [*map(str, tool), *(f"--{k}={v}" for k, v in tiny.items() if k in keep and f"--{k}" not in given), *flags]
 
 
 def records(out):
@@ -1320,7 +1342,7 @@ def one_line(result, *words, status=1):
     assert all(str(w) in err for w in words), (words, err)
 
 
-def test_train_learns_logs_samples_and_saves(train, tmp_path, monkeypatch, capsys):
+def test_train_learns_logs_samples_and_saves(train, tmp_path, sampled):
     status, out, err, log = train("--max_steps=40", "--eval_interval=20", "--lr=0.02")
     assert status == 0 and not err, err
     loss, val = losses(log)
@@ -1337,15 +1359,9 @@ def test_train_learns_logs_samples_and_saves(train, tmp_path, monkeypatch, capsy
     assert {"model", "optimizer", "step", "settings", "config", "data"} <= set(ckpt) and ckpt["step"] == 40
     assert all(torch.equal(v, ckpt["model"][k]) for k, v in model_of(load_checkpoint(str(path))).state_dict().items())
     assert sorted(os.listdir(tmp_path / "out")) == ["ckpt.pt", "log.jsonl"]
-    texts = []
-    for seed in (3, 3, 4):
-        monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={path}", "--prompt=def ", "--tokens=80", f"--seed={seed}", "--device=cpu"])
-        pd.run(model_py.main)
-        texts.append(capsys.readouterr().out)
+    texts = [sampled(path, "--prompt=def ", "--tokens=80", f"--seed={seed}") for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("def ")
-    monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={path}", "--prompt=\udcff", "--tokens=1", "--device=cpu"])  # no UTF-8
-    pd.run(model_py.main)
-    assert capsys.readouterr().out.startswith("\ufffd")
+    assert sampled(path, "--prompt=\udcff", "--tokens=1").startswith("\ufffd")  # no UTF-8
 
 
 @pytest.mark.parametrize("device, size, width", [("cpu", "nano", 256), ("mps", "nano", 256), ("cuda", "tiny", 1024)])
@@ -1354,67 +1370,6 @@ def test_train_defaults_are_for_a_laptop_but_on_cuda(device, size, width):
     (gpt, _), (shaq, c) = train_gpt.settle({}, {}, m), train_shaq.settle({}, {}, m)
     assert gpt["size"] == size and c["n_embd"] == width and gpt["compile"] == shaq["compile"] == (device == "cuda")
     assert gpt["max_minutes"] == shaq["max_minutes"] == (0.0 if device == "cuda" else 3.0)
-
-
-def test_hadamard_refuses_what_it_cannot_transform():
-    vector = torch.ones(8)
-    for f in (hadamard_transform, lambda x: hadamard_affine(x, vector, vector),
-              lambda x: hadamard_affine_norm(x, vector, vector, x, vector)):
-        for dtype in (torch.int8, torch.int64, torch.bool):
-            with pytest.raises(TypeError, match="cast it first"):
-                f(torch.ones(2, 8).to(dtype))
-        for shape in ((), (3, 0)):
-            with pytest.raises(ValueError, match="expected"):
-                f(torch.ones(shape))
-    with pytest.raises(TypeError, match="residual is in torch.int64"):
-        hadamard_affine_norm(torch.ones(2, 8), vector, vector, torch.ones(2, 8).long(), vector)
-
-
-def test_gpt_head_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
-    for N, V, scale in ((4096, 512, 1.0), (256, 50304, 0.02)):
-        x, w, y, results = torch.randn(N, 16), scale * torch.randn(V, 16), torch.randint(512, (N,)), []
-        for half in (False, True):
-            leaf = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-            with torch.autocast("cpu", torch.float16, enabled=half):
-                loss = model_py.HeadLoss.apply(*leaf, y, True) * (65536.0 if half else 1.0)  # GradScaler's default
-            results.append([g / (65536.0 if half else 1.0) for g in torch.autograd.grad(loss, leaf)])
-        assert all(error(a, b.double()) < 3e-3 for a, b in zip(results[1], results[0]))
-        (_, a), (_, b) = results
-        assert V == 512 or error(b[512:], a[512:].double()) < 3e-3  # of tokens that are no target: each p is 2e-5 here
-    one = torch.zeros(16384, dtype=torch.int64)  # one target for all: the sum over rows is largest
-    leaf = [torch.full((16384, 16), 8.0, requires_grad=True), w.clone().requires_grad_()]
-    with torch.autocast("cpu", torch.float16):
-        loss = model_py.HeadLoss.apply(*leaf, one, True)
-    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, leaf))
-
-
-def test_sampling_takes_any_temperature_and_the_smallest_block():
-    logits, u = torch.randn(5, 50), torch.rand(5, 1, dtype=torch.float64)
-    for temperature in (1e-320, 1e-307, 1e-9):
-        assert torch.equal(sample(logits, temperature, None, u), logits.argmax(-1, keepdim=True))
-    m, idx = make(block_size=1), torch.randint(0, 97, (2, 3))
-    assert torch.equal(m.generate(idx, 6, 0), m.generate(idx, 6, 0, use_cache=False))
-    for model in (m, tiny_shaq("shaq")):
-        for prompt, n in ((idx % 11, -1), (idx[:, :0], 2)):
-            with pytest.raises(ValueError, match="expected 0 or more after 1 or more"):
-                model.generate(prompt, n)
-
-
-@pytest.mark.parametrize("preset", ["shaq", "mean_mem"])
-def test_shaq_generate_of_nothing_reads_the_prompt(preset):
-    model, idx = tiny_shaq(preset, mem_len=40, mean_window=9).eval(), torch.randint(11, (2, 1500))
-    out, state = model.generate(idx, 0)
-    with torch.no_grad():
-        _, first = model(idx[:, :1024])
-        _, wanted = model(idx[:, 1024:-1], state=first)             # all but the last token, as training reads it
-    assert torch.equal(out, idx)
-    torch.testing.assert_close(state, detach_state(wanted), rtol=1e-5, atol=1e-6)
-    assert model.generate(idx[:, :1], 0)[1] is None  # nothing to read yet
-
-
-def test_shaq_state_of_no_block_is_one_line():
-    with pytest.raises(ValueError, match="0 blocks"):
-        tiny_shaq("shaq")(torch.randint(11, (2, 4)), state=[])
 
 
 def test_train_clips_beside_frozen_parameters_and_evaluation_leaves_each_mode():
@@ -1475,14 +1430,10 @@ def test_train_logs_what_it_says(train, tmp_path, data_dir, monkeypatch):
     assert len(set(seeds)) == len(seeds) == 2 * 7
 
 
-def test_train_follows_the_recipe_of_the_book(data_dir, tmp_path, monkeypatch):
+def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path):
     "PyTorch's own start, a constant rate, no clipping, decay of vectors too, fp32, the loss on the split's first windows"
-    monkeypatch.setattr(train_gpt, "StopSignal", lambda: SimpleNamespace(number=0))
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--size=gpt2_book", "--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=32",
-                                      "--batch_tokens=64", "--eval_tokens=256", "--max_steps=3", "--dataset=mine",
-                                      f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'out'}", "--device=cpu"])
-    train_gpt.main()
-    (first, *log), ckpt = records(tmp_path / "out"), torch.load(tmp_path / "out/ckpt.pt", weights_only=True)
+    first, *log = train("--size=gpt2_book", "--batch_tokens=64", "--eval_tokens=256", "--max_steps=3", keep=SHAPE)[3]
+    ckpt = torch.load(tmp_path / "out/ckpt.pt", weights_only=True)
     assert first["settings"]["dtype"] == "float32" and [r["lr"] for r in log if "lr" in r] == [4e-4] * 3
     all_of_it, none = ckpt["optimizer"]["param_groups"]
     assert all_of_it["betas"] == (0.9, 0.999) and not none["params"]
@@ -1492,14 +1443,10 @@ def test_train_follows_the_recipe_of_the_book(data_dir, tmp_path, monkeypatch):
     assert log[-1]["val_loss"] == pytest.approx(wanted)
 
 
-def test_train_length_and_intervals_hang_on_the_model(data_dir, tmp_path, monkeypatch):
+def test_train_length_and_intervals_hang_on_the_model(train, monkeypatch):
     monkeypatch.setattr(train_gpt, "StopSignal", lambda: SimpleNamespace(number=15))
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--size=tiny", "--n_layer=1", "--n_embd=16", "--n_head=2", "--block_size=32",
-                                      "--batch_tokens=256", "--dataset=mine", f"--data_dir={data_dir}", f"--out_dir={tmp_path}",
-                                      "--device=cpu", "--dtype=float32"])
-    with pytest.raises(SystemExit):
-        train_gpt.main()
-    s, n = records(tmp_path)[0]["settings"], records(tmp_path)[0]["params"]
+    first, *_ = train("--size=tiny", keep=SHAPE + " batch_tokens dtype")[3]
+    s, n = first["settings"], first["params"]
     steps = math.ceil(20 * n / 256)  # 20 tokens a parameter
     assert (s["max_steps"], s["warmup_steps"], s["eval_interval"], s["min_lr"]) == (steps, steps // 50, steps // 20, pytest.approx(6e-5))
 
@@ -1516,27 +1463,32 @@ def test_train_micro_batches_do_not_change_the_curve(train):
     assert all(a == pytest.approx(b, abs=2e-5) for curve in curves[1:] for a, b in zip(curves[0], curve))
 
 
-def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, data_dir, tmp_path):
-    """Bit for bit, dropout included: after kill -9 from the last checkpoint, after SIGTERM and SIGINT from the step they came at."""
-    flags = "--max_steps=200", "--eval_interval=80"
+KILLED = """
+import os, train_gpt
+lr_at = train_gpt.lr_at
+train_gpt.lr_at = lambda step, *a: os.kill(os.getpid(), 9) if step == 12 else lr_at(step, *a)
+train_gpt.run(train_gpt.main)
+"""
+
+
+def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, data_dir, tmp_path, monkeypatch):
+    """Bit for bit, dropout included: after kill -9 from the last checkpoint, after SIGTERM and SIGINT from the step they came in."""
+    flags = "--max_steps=20", "--eval_interval=8"
+    killed = subprocess.Popen(command(tmp_path / "SIGKILL", data_dir, *flags, tool=(sys.executable, "-c", KILLED)), cwd=HERE,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     straight = losses(train(*flags, out="straight")[3])
-    runs = [(subprocess.Popen(command(tmp_path / name, data_dir, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                              pipesize=4096, env=os.environ | dict(PYTHONUNBUFFERED="1")), number)  # 40 lines: no run gets farther ahead
-            for name, number in (("SIGKILL", signal.SIGKILL), ("SIGTERM", signal.SIGTERM), ("SIGINT", signal.SIGINT))]
-    for process, number in runs:
-        for line in process.stdout:
-            if line.startswith("step 81/"):  # behind the checkpoint of step 80
-                process.send_signal(number)
-                break
-    for (process, number), status in zip(runs, (-9, 130, 130)):
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == status and not err, err
-        saved = torch.load(tmp_path / number.name / "ckpt.pt", weights_only=True)["step"]
-        assert (saved == 80 if number == signal.SIGKILL else
-                81 <= saved < 200 and f"saved step {saved}" in out and "--resume" in out), saved
-        status, out, err, log = train("--resume", out=number.name)
-        assert status == 0 and not err and losses(log) == straight, number.name
-        assert sorted(os.listdir(tmp_path / number.name)) == ["ckpt.pt", "log.jsonl"]
+    for number in signal.SIGTERM, signal.SIGINT:
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gpt, "lr_at", lambda step, *a: step == 12 and os.kill(os.getpid(), number) or lr_at(step, *a))
+            status, out, err, _ = train(*flags, out=number.name)
+        assert status == 130 and not err and "saved step 13" in out and "--resume" in out, err
+    err = killed.communicate(timeout=120)[1]
+    assert killed.returncode == -9 and not err, err
+    for name, step in (("SIGKILL", 8), ("SIGTERM", 13), ("SIGINT", 13)):
+        assert torch.load(tmp_path / name / "ckpt.pt", weights_only=True)["step"] == step
+        status, out, err, log = train("--resume", out=name)
+        assert status == 0 and not err and losses(log) == straight, name
+        assert sorted(os.listdir(tmp_path / name)) == ["ckpt.pt", "log.jsonl"]
 
 
 class Stops:
@@ -1578,30 +1530,34 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_of_the_first_25_ste
     one_line(train("--resume", "--max_steps=60", out="parts"), "--max_steps=60", "is at step 70 already")
 
 
-def test_train_compiled_is_not_compiled(train, tmp_path, monkeypatch):
-    from torch._dynamo.backends.debugging import aot_eager
-    flags = "--max_steps=3", "--dropout=0", "--eval_tokens=224"  # 4 windows, then 3
-    plain, sizes = losses(train(*flags)[3]), []
-
-    def backend(gm, inputs):  # captured as on a GPU; inductor's C++ takes longer than all these tests
-        sizes.extend(i for i in inputs if isinstance(i, torch.SymInt))
-        return aot_eager(gm, inputs)
-    monkeypatch.setattr(nn.Module, "compile",
-                        lambda self, **kw: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend=backend, **kw)))
-    done = train(*flags, "--compile=1")
-    assert done[0] == 0 and ", compiled; MFU" in done[1] and not sizes
-    assert all(a == pytest.approx(b, abs=1e-5) for a, b in zip(losses(done[3]), plain))
-    assert not any("_orig_mod" in k for k in torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["model"])
+STOPPED = """
+import os, sys, time
+sys.path.insert(0, {here!r})
+import train_gpt
+write, rank = train_gpt.write_or_warn, os.environ["RANK"]
+train_gpt.write_or_warn = lambda path, f: time.sleep(1.5) or write(path, f)
+numbers = iter((0, 0, 15 * int(rank)))  # one of the two has the signal
+train_gpt.StopSignal = lambda: type("Stops", (), dict(number=property(lambda self: next(numbers))))()
+try:
+    train_gpt.main()
+except SystemExit as e:
+    open(sys.argv[0] + rank, "w").write(f"{{e.code}} {{os.path.exists('two/ckpt.pt')}}")
+"""
 
 
 def test_train_two_processes_are_one_with_accumulation(train, data_dir, tmp_path):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    "Stopped together by one's signal, neither leaves before the checkpoint is there; and one process goes on with it"
+    (tmp_path / "stop.py").write_text(STOPPED.format(here=str(HERE)))
     flags = "--dropout=0", "--micro_batch=2"
-    done = subprocess.run(command(tmp_path / "two", data_dir, *flags, tool=torchrun), capture_output=True, text=True, timeout=120)
-    assert (done.returncode == 0 and "2 processes x 2 micro-batches x 2 sequences" in done.stdout
-            and done.stdout.count("sample:") == 1), done.stderr
+    done = subprocess.run(command("two", data_dir, *flags, tool=(*TORCHRUN, "stop.py")), cwd=tmp_path, capture_output=True, timeout=120,
+                          text=True)
+    assert done.returncode == 0 and "2 processes x 2 micro-batches x 2 sequences" in done.stdout, done.stderr
+    assert [(tmp_path / f"stop.py{rank}").read_text() for rank in (0, 1)] == ["130 True"] * 2
     one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
-    assert all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two)), (one, two)
+    assert list(two[0]) == [0, 1, 2] and list(two[1]) == [0]
+    for both in (two, losses(train("--resume", out="two")[3])):
+        assert all(a[i] == pytest.approx(b[i], abs=2e-5) for a, b in zip(one, both) for i in b), (one, both)
+    assert list(both[0]) == list(range(6)) and list(both[1]) == [0, 3, 6]
 
 
 COMPILED = """
@@ -1611,7 +1567,8 @@ import glob, os, time, torch, train_gpt
 torch.nn.Module.compile = lambda self, **kw: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend=cut, **kw))
 from torch._dynamo.backends.debugging import aot_eager
 parts = []
-def cut(gm, inputs):
+def cut(gm, inputs):  # captured as on a GPU; inductor's C++ takes longer than all these tests
+    assert not any(isinstance(i, torch.SymInt) for i in inputs)
     parts.append(torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None)  # else of an evaluation
     return aot_eager(gm, inputs)
 def sample(model, *args, generate=train_gpt.GPT.generate):  # the other process waits for no sample
@@ -1628,40 +1585,16 @@ open(sys.argv[0] + os.environ["RANK"], "w").write(str(sum(parts)))
 
 
 def test_train_compiled_processes_are_one(train, data_dir, tmp_path):
-    "As torchrun does on GPUs: DDP has the compiled model, loss and all, cut where a bucket of gradients is full"
+    "As torchrun does on GPUs: DDP has the compiled model, loss and all, cut where a bucket of gradients is full: the head fills one"
     (tmp_path / "compiled.py").write_text(COMPILED.format(here=str(HERE)))
-    flags = "--dropout=0", "--micro_batch=2", "--n_embd=1024", "--mlp=none", "--max_steps=3"  # the head alone fills DDP's first bucket
-    line = command(tmp_path / "two", data_dir, *flags, "--compile=1",
-                   tool=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
-    line[line.index(str(HERE / "train_gpt.py"))] = str(tmp_path / "compiled.py")
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and ", compiled; MFU" in done.stdout, done.stderr
+    flags = "--dropout=0", "--micro_batch=2", "--n_embd=1024", "--mlp=none", "--max_steps=3", "--eval_tokens=224"  # 7 windows, so one alone
+    done = subprocess.run(command(tmp_path / "two", data_dir, *flags, "--compile=1", tool=(*TORCHRUN, tmp_path / "compiled.py")),
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and ", compiled; MFU" in done.stdout and done.stdout.count("sample:") == 1, done.stderr
     assert all(int((tmp_path / f"compiled.py{rank}").read_text()) > 1 for rank in (0, 1))
     one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
     assert all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two)), (one, two)
-
-
-SLOW_STOP = """
-import os, sys, time
-sys.path.insert(0, {here!r})
-import train_gpt
-write = train_gpt.write_or_warn
-train_gpt.write_or_warn = lambda path, f: time.sleep(1.5) or write(path, f)
-train_gpt.StopSignal = lambda: type("Stops", (), dict(number=15))
-try:
-    train_gpt.main()
-except SystemExit as e:
-    open(sys.argv[0] + os.environ["RANK"], "w").write(f"{{e.code}} {{os.path.exists('out/ckpt.pt')}}")
-"""
-
-
-def test_train_no_process_leaves_before_the_checkpoint_is_there(data_dir, tmp_path):
-    (tmp_path / "stop.py").write_text(SLOW_STOP.format(here=str(HERE)))
-    line = command("out", data_dir, tool=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
-    line[line.index(str(HERE / "train_gpt.py"))] = "stop.py"
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, timeout=120, text=True)
-    assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"stop.py{rank}").read_text() for rank in (0, 1)] == ["130 True"] * 2
+    assert not any("_orig_mod" in k for k in torch.load(tmp_path / "two/ckpt.pt", weights_only=True)["model"])
 
 
 def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp_path):
@@ -1685,7 +1618,6 @@ def test_train_goes_on_in_a_folder_that_was_moved(train, tmp_path, monkeypatch):
     os.renames(tmp_path / "moved", tmp_path / "out/gpt")  # where it need not be named
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--resume", "--max_steps=5"])
-    monkeypatch.setattr(train_gpt, "StopSignal", lambda: SimpleNamespace(number=0))
     train_gpt.main()
     assert list(losses(records(tmp_path / "out/gpt"))[0]) == [0, 1, 2, 3, 4] and not (tmp_path / "moved").exists()
     assert "ckpt.pt.old" in train("--max_steps=0", out="out/gpt")[1] and (tmp_path / "out/gpt/ckpt.pt.old").exists()
@@ -1735,20 +1667,15 @@ def test_train_damaged_data_is_one_line(train, tmp_path, data_dir):
     one_line(train(*flags), "meta.json", "prepare_data.py")
 
 
-@pytest.mark.parametrize("flag", ["--lr=1", "--n_layer=2", "--attn_out=dense", "--mlp=gelu", "--bias=0", "--size=tiny", "--block_size=64",
-                                  "--tie_weights=0", "--norm=rmsnorm", "--pos=learned", "--dataset=other", "--batch_tokens=512",
-                                  "--seed=2", "--dropout=0", "--weight_decay=0", "--max_minutes=9"])
-def test_train_resume_with_other_settings_is_one_line(train, tmp_path, flag):
-    assert train("--max_steps=1")[0] == 0
-    before = (tmp_path / "out/ckpt.pt").read_bytes()
-    one_line(train("--resume", flag), flag.partition("=")[0].strip("-"), "checkpoint")
-    assert (tmp_path / "out/ckpt.pt").read_bytes() == before
-
-
-def test_train_checkpoints_that_are_none_are_one_line(train, tmp_path):
+def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, tmp_path):
     assert train("--max_steps=1")[0] == 0
     path = tmp_path / "out/ckpt.pt"
     good = path.read_bytes()
+    for flag in ("--lr=1", "--n_layer=2", "--attn_out=dense", "--mlp=gelu", "--bias=0", "--size=tiny", "--block_size=64", "--tie_weights=0",
+                 "--norm=rmsnorm", "--pos=learned", "--dataset=other", "--batch_tokens=512", "--seed=2", "--dropout=0",
+                 "--weight_decay=0", "--max_minutes=9"):
+        one_line(train("--resume", flag), flag.partition("=")[0].strip("-"), "checkpoint")
+        assert path.read_bytes() == good
     flip = bytearray(good)
     flip[len(good) // 2] ^= 1
     files = [good[:-9], good[:1000], bytes(flip), b"", b"hello" * 99]
@@ -1763,6 +1690,8 @@ def test_train_checkpoints_that_are_none_are_one_line(train, tmp_path):
     torch.save(dict(kind="GPT", config=Code(str(tmp_path / "ran")), model={}, data={}), path)
     one_line(train("--resume"), "ckpt.pt", "no checkpoint of these scripts, or a damaged one")
     assert not (tmp_path / "ran").exists()
+    save_model(path, tiny_shaq())
+    one_line(train("--resume"), "ckpt.pt", "train_shaq.py")
 
 
 class Code:
@@ -1786,22 +1715,6 @@ def test_train_resume_with_other_data_of_that_name_is_one_line(train, tmp_path):
     one_line(train("--resume", "--max_steps=9", *flags[1:]), "ckpt.pt", "changing", "SHA-256", "prepare the same data")
 
 
-def test_generation_gives_the_mode_back_after_an_error():
-    for m in (make(), tiny_shaq()):
-        for mode in (True, False):
-            with pytest.raises(IndexError):
-                m.train(mode).generate(torch.tensor([[10**6]]), 2)  # no such token
-            assert m.training == mode
-
-
-def test_train_resume_from_the_other_script_is_one_line(train, tmp_path):
-    m = model_py.SHAQ(model_py.SHAQConfig(n_embd=8, vocab_size=11))
-    (tmp_path / "out").mkdir()
-    torch.save(dict(kind="SHAQ", config=asdict(m.config), model=m.state_dict(), data=dict(name="mine", tokenizer="byte")),
-               tmp_path / "out/ckpt.pt")
-    one_line(train("--resume"), "ckpt.pt", "train_shaq.py")
-
-
 def test_train_folder_that_cannot_be_written_is_one_line(train, tmp_path):
     (tmp_path / "file").write_text("x")
     one_line(train(f"--out_dir={tmp_path / 'file' / 'out'}"), "file/out", "Not a directory")
@@ -1809,29 +1722,25 @@ def test_train_folder_that_cannot_be_written_is_one_line(train, tmp_path):
 
 
 def test_train_full_disk_is_said_and_leaves_nothing_half_written(data_dir, tmp_path):
-    """A limit on the size of a file stands for a full disk: the first lets the log begin, the second stops the checkpoint only."""
+    """A limit on the size of a file stands for a full disk: it lets the log begin, and no checkpoint be written."""
     resource = pytest.importorskip("resource")  # Windows has none
-    runs = {tmp_path / str(limit): subprocess.Popen(
-        command(tmp_path / str(limit), data_dir, "--max_steps=12"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda limit=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) for limit in (3000, 20_000)}
-    for out, process in runs.items():
-        err = process.communicate(timeout=60)[1]
-        *before, last = err.splitlines()
-        assert process.returncode == 1 and "Traceback" not in err and "Exception ignored" not in err, err
-        assert last.startswith("error: ") and "ckpt.pt" in last and all(line.startswith("warning: ") for line in before), err
-        assert os.listdir(out) == ["log.jsonl"] and records(out) and sum("record is lost" in line for line in before) <= 1
+    done = subprocess.run(command(tmp_path / "out", data_dir, "--max_steps=12"), capture_output=True, text=True, timeout=60,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)))
+    *before, last = done.stderr.splitlines()
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+    assert last.startswith("error: ") and "ckpt.pt" in last and all(line.startswith("warning: ") for line in before), done.stderr
+    assert os.listdir(tmp_path / "out") == ["log.jsonl"] and records(tmp_path / "out")
+    assert sum("record is lost" in line for line in before) == 1, before
 
 
-@pytest.mark.parametrize("flag, words", [("--ckpt=none.pt", ["none.pt does not exist"]), ("--ckpt=.", ["."]), ("--prompt=", ["--prompt"]),
-                                         ("--top_k=-1", ["top_k"]), ("--temperature=-1", ["temperature"]), ("--tokens=-1", ["tokens"]),
-                                         ("--device=gpu", ["device"])])
-def test_sample_bad_input_is_one_line(tmp_path, monkeypatch, capsys, flag, words):
-    m = make(vocab_size=256)
-    torch.save(dict(kind="GPT", config=asdict(m.config), model=m.state_dict(), data=dict(name="mine", tokenizer="byte")),
-               tmp_path / "ckpt.pt")
+def test_sample_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
+    save_model(tmp_path / "ckpt.pt", make(vocab_size=256))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["model.py", "--ckpt=ckpt.pt", "--device=cpu", flag])
-    fails(capsys, lambda: pd.run(model_py.main), *words, status=1 if flag in ("--ckpt=none.pt", "--ckpt=.", "--prompt=") else 2)
+    for status, flag, word in ((1, "--ckpt=none.pt", "none.pt does not exist"), (1, "--ckpt=.", "."), (1, "--prompt=", "--prompt"),
+                               (2, "--top_k=-1", "top_k"), (2, "--temperature=-1", "temperature"), (2, "--tokens=-1", "tokens"),
+                               (2, "--device=gpu", "device")):
+        monkeypatch.setattr(sys, "argv", ["model.py", "--ckpt=ckpt.pt", "--device=cpu", flag])
+        fails(capsys, lambda: pd.run(model_py.main), word, status=status)
 
 
 # -----------------------------------------------------------------------------
@@ -1911,23 +1820,11 @@ def test_fopool_cuts_all_of_time():
 
 def test_fopool_gradcheck():
     for act in (True, False):
-        inputs, _, _ = _fo_inputs(2, 18, 3, act, torch.float64)
+        inputs, _, _ = _fo_inputs(1, 18, 2, act, torch.float64)
         inputs = [x.requires_grad_() for x in inputs]
         assert torch.autograd.gradcheck(lambda *x: _fo_call(x), inputs)
         assert torch.autograd.gradcheck(lambda *x: _fo_call(x)[0], inputs)
         assert torch.autograd.gradcheck(lambda *x: _fo_call(x)[1], inputs[:-1])
-
-
-def test_fopool_cut_anywhere_equals_whole():
-    (gates, c0), _, _ = _fo_inputs(2, 40, 5, True, torch.float32)
-    h, c_last = kernels.qrnn_pool(gates, c0)
-    for cuts in ([1] * 40, [17, 23], [16, 1, 23], [39, 1]):
-        c, parts = c0, []
-        for window in gates.split(cuts, dim=1):
-            x, c = kernels.qrnn_pool(window, c)
-            parts.append(x)
-        torch.testing.assert_close(torch.cat(parts, 1), h, rtol=0, atol=1e-6)
-        torch.testing.assert_close(c, c_last, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype,ulp", [(torch.bfloat16, 2 ** -9), (torch.float16, 2 ** -12)])
@@ -1944,9 +1841,9 @@ def test_fopool_16_bit_error_is_output_rounding(dtype, ulp):
             assert x.dtype == dtype and error(x, r) <= 1.02 * max(error(r.to(dtype), r), ulp / 8)
 
 
-@pytest.mark.parametrize("path", ["_fo_forward_torch", pytest.param("_fo_forward_triton", marks=needs_triton)])
+@pytest.mark.parametrize("path", ["torch", pytest.param("triton", marks=needs_triton)])
 def test_fopool_extreme_gates_and_nan_in_its_channel(path):
-    forward = getattr(kernels, path)
+    forward, backward = (getattr(kernels, f"_fo_{d}_{path}") for d in ("forward", "backward"))
     z, c0 = torch.randn(2, 20, 4), torch.randn(2, 4)
     one, zero = torch.ones(2, 20, 4), torch.zeros(2, 20, 4)
     h, c, _ = forward(z, one, one, c0, False)
@@ -1955,9 +1852,12 @@ def test_fopool_extreme_gates_and_nan_in_its_channel(path):
     assert torch.equal(h, z) and torch.equal(c, z[:, -1])  # f = 0 takes the input exactly
     for s in (100.0, -100.0):
         gates = s * torch.ones(2, 20, 12)
-        h, c, _ = forward(*gates.chunk(3, -1), c0, True)
+        h, c, edges = forward(*gates.chunk(3, -1), c0, True)
         expected = c0[:, None].expand_as(h) if s > 0 else zero
         torch.testing.assert_close(h, expected, rtol=0, atol=1e-6)
+        out = torch.full_like(gates, float("nan"))
+        dc0 = backward(*gates.chunk(3, -1), edges, torch.randn(2, 20, 4), torch.randn(2, 4), *out.chunk(3, -1), True)
+        assert out.isfinite().all() and dc0.isfinite().all() and out.abs().max() < 1e-5  # all saturated
     gates = torch.randn(2, 20, 12)
     clean = forward(*gates.chunk(3, -1), c0, True)[0]
     for bank in range(3):
@@ -1967,18 +1867,6 @@ def test_fopool_extreme_gates_and_nan_in_its_channel(path):
         hit = torch.zeros(2, 20, 4, dtype=torch.bool)
         hit[1, 7:8 if bank == 2 else 20, 2] = True  # o is used once, z and f live on in c
         assert torch.equal(h.isnan(), hit) and torch.equal(h[~hit], clean[~hit])
-
-
-def test_fopool_extreme_logits_have_finite_gradients():
-    for path in ("torch", "triton")[:2 if kernels.triton else 1]:
-        forward, backward = (getattr(kernels, f"_fo_{d}_{path}") for d in ("forward", "backward"))
-        for s in (100.0, -100.0):
-            gates, c0 = s * torch.ones(1, 20, 12), torch.randn(1, 4)
-            banks, dh = gates.chunk(3, -1), torch.randn(1, 20, 4)
-            _, _, edges = forward(*banks, c0, True)
-            out = torch.full_like(gates, float("nan"))
-            dc0 = backward(*banks, edges, dh, torch.randn(1, 4), *out.chunk(3, -1), True)
-            assert out.isfinite().all() and dc0.isfinite().all() and out.abs().max() < 1e-5  # all saturated
 
 
 # Interpreted: T beside the chunk of 16, H beside the block (32 or 64), T long enough for segments (4 chunks each).
@@ -2050,7 +1938,7 @@ def test_fopool_empty_sizes():
 
 
 def test_fopool_opcheck_and_determinism():
-    for act, dtype in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
+    for act, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         inputs, dh, dc = _fo_inputs(2, 19, 4, act, dtype)
         *banks, c0 = [x.requires_grad_() for x in inputs]
         for c in (c0, None):
@@ -2120,9 +2008,7 @@ def test_fopool_errors_are_one_line():
                        (lambda: kernels.qrnn_pool(x[..., :5]), ValueError),
                        (lambda: kernels.qrnn_pool(x, x[:, 0]), ValueError),
                        (lambda: kernels.qrnn_pool(x.bfloat16(), torch.zeros(2, 2).bfloat16()), ValueError)):
-        with pytest.raises(kind, match="got .*; ") as error:
-            call()
-        assert "\n" not in str(error.value)
+        assert re.search("got .*; ", refuses(call, kind=kind))
 
 
 def test_fopool_sigmoid_in_ptx_has_the_right_constants():
@@ -2276,25 +2162,20 @@ def test_shaq_mean_memory_is_eq_1_to_4():
     assert C.size(1) == 11 and torch.equal(memory[0], C) and memory[2].size(1) == 0
 
 
-def test_shaq_mean_memory_taken_per_call_would_depend_on_the_cut():
-    """Why the windows lie on a grid: eq. 3 with each call as its window gives another answer for another cut."""
-    attn = memory_attention(memory="mean", mean_window=6, mem_len=100)
-    h, m = torch.randn(2, 1, 6, 16, dtype=torch.float64).unbind(0)
-    per_call = attention_loop(attn, h[:, 3:], torch.cat([m[:, :3].mean(1, keepdim=True), m[:, 3:]], dim=1))
-    on_grid = torch.cat([attn(h[:, :3], m[:, :3])[0], attn(h[:, 3:], m[:, 3:], attn(h[:, :3], m[:, :3])[1])[0]], dim=1)
-    torch.testing.assert_close(on_grid, attn(h, m)[0], rtol=1e-12, atol=1e-12)
-    assert (per_call - on_grid[:, 3:]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("memory, mem_len", [("full", 7), ("full", 0), ("mean", 7), ("none", 5000)])
-def test_shaq_memory_never_exceeds_its_cap(memory, mem_len):
-    model, state, held, attended = tiny_shaq(memory=memory, mem_len=mem_len, mean_window=4), None, [], []
+@pytest.mark.parametrize("memory, mem_len, rnn", [("full", 7, "lstm"), ("full", 0, "qrnn"), ("mean", 7, "qrnn"), ("none", 5000, "lstm")])
+def test_shaq_memory_never_exceeds_its_cap_nor_holds_a_graph(memory, mem_len, rnn):
+    model, state, held, attended = tiny_shaq(memory=memory, mem_len=mem_len, mean_window=4, rnn=rnn), None, [], []
     attend = model.blocks[2].attn.attend
     model.blocks[2].attn.attend = lambda q, m: attended.append((q.size(1), m.size(1))) or attend(q, m)
     for T in (3, 2, 1, 6, 12, 1, 4, 4, 5, 1):
         _, state = model(torch.randint(11, (2, T)), state=detach_state(state))
         held.append(sum(t.size(1) for t in tensors(detach_state(state)[2][1])))
-        assert [s[1] is None for s in state] == [True, True, False, True]
+        assert [s[1] is None for s in state] == [True, True, False, True] and any(t.requires_grad for t in tensors(state))
+        kept = tensors(detach_state(state))
+        assert not any(t.requires_grad or t.untyped_storage().nbytes() > t.nbytes for t in kept)  # no view of a longer memory
+    torch.save(detach_state(state), file := io.BytesIO())
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=True), detach_state(state), rtol=0, atol=0)
     cap = 0 if memory == "none" else mem_len
     assert max(held) == cap
     assert all(S <= max(T, cap) for T, S in attended)
@@ -2386,13 +2267,6 @@ def test_shaq_starts_as_published_and_every_parameter_gets_a_gradient(preset):
     assert abs(model.wte.weight.std().item() / (0.1 / 4) - 1) < 0.25                # 0.1 / sqrt(d)
 
 
-def test_shaq_init_refuses_a_parameter_it_does_not_know():
-    model = tiny_shaq()
-    model.blocks[1].extra = torch.nn.Parameter(torch.randn(3))
-    with pytest.raises(RuntimeError, match=r"blocks\.1\.extra"):
-        model.init_weights()
-
-
 def test_shaq_collapse_changes_nothing_but_the_count():
     model = tiny_shaq(attn_layers=(2, 4))
     idx = torch.randint(11, (2, 9))
@@ -2402,38 +2276,15 @@ def test_shaq_collapse_changes_nothing_but_the_count():
     assert n - sum(small.param_breakdown().values()) == 2 * (2 * 16 * 16 + 2 * 16)
 
 
-def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, monkeypatch, capsys):
+def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, sampled):
     model = tiny_shaq(vocab_size=256)
-    torch.save(dict(kind="SHAQ", config=asdict(model.config), model=model.state_dict(), data=dict(name="mine", tokenizer="byte")),
-               tmp_path / "ckpt.pt")
-    monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={tmp_path / 'ckpt.pt'}", "--device=cpu", "--prompt=def ", "--tokens=60",
-                                      "--seed=7"])
-    pd.run(model_py.main)
+    save_model(tmp_path / "ckpt.pt", model)
     ids = model.generate(torch.tensor([list(b"def ")]), 60, 0.8, 50, generator=torch.Generator().manual_seed(7))[0][0].tolist()
-    assert capsys.readouterr().out == pd.decode("byte", ids) + "\n"
-    m = make(vocab_size=320)  # padded: ids above 255 are drawn, and stand for nothing
-    torch.save(dict(kind="GPT", config=asdict(m.config), model=m.state_dict(), data=dict(name="mine", tokenizer="byte")),
-               tmp_path / "ckpt.pt")
-    texts = []
-    for flags in (["--temperature=0"], ["--temperature=9", "--top_k=1"], ["--temperature=9", "--top_k=0"]):
-        monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={tmp_path / 'ckpt.pt'}", "--device=cpu", *flags])
-        model_py.main()
-        texts.append(capsys.readouterr().out)
+    assert sampled(tmp_path / "ckpt.pt", "--prompt=def ", "--tokens=60", "--seed=7") == pd.decode("byte", ids) + "\n"
+    save_model(tmp_path / "ckpt.pt", make(vocab_size=320))  # padded: ids above 255 are drawn, and stand for nothing
+    texts = [sampled(tmp_path / "ckpt.pt", *flags) for flags in (["--temperature=0"], ["--temperature=9", "--top_k=1"],
+                                                                 ["--temperature=9", "--top_k=0"])]
     assert texts[0] == texts[1] != texts[2]
-
-
-@pytest.mark.parametrize("preset", ["sharnn", "shaq", "mean_mem"])
-def test_shaq_state_survives_a_file_and_holds_no_graph(preset, tmp_path):
-    model = tiny_shaq(preset, **(dict(mean_window=5, mem_len=8) if preset == "mean_mem" else dict(mem_len=8)))
-    idx = torch.randint(11, (2, 40))
-    loss, state = model(idx[:, :30], idx[:, 1:31])
-    assert any(t.requires_grad for t in tensors(state))
-    state = detach_state(state)
-    assert not any(t.requires_grad for t in tensors(state))
-    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors(state))     # no view of a longer memory
-    torch.save(state, tmp_path / "state.pt")
-    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert torch.equal(model(idx[:, 30:], state=state)[0], model(idx[:, 30:], state=loaded)[0])
 
 
 @pytest.mark.parametrize("preset", ["sharnn", "shaq", "mean_mem"])
@@ -2449,8 +2300,14 @@ def test_shaq_generate_carries_its_state(preset):
         u = torch.rand(len(prompt), 1, dtype=torch.float64, generator=generator)
         scratch = torch.cat([scratch, sample(model(scratch)[0][:, -1], 0.8, 5, u)], dim=1)
     assert torch.equal(out, scratch)
-    long = torch.randint(11, (1, 1100))  # more than one window
-    torch.testing.assert_close(model.generate(long, 1)[1], detach_state(model(long)[1]), rtol=1e-4, atol=1e-4)
+    long = torch.randint(11, (2, 1500))  # more than one window
+    _, first = model(long[:, :1024])
+    for n in (0, 1):  # what is not followed by another is not read
+        out, state = model.generate(long, n)
+        torch.testing.assert_close(state, detach_state(model(long[:, 1024:1499 + n], state=first)[1]), rtol=1e-5,
+                                   atol=1e-5 if preset == "sharnn" else 1e-6)  # whose gates it folds
+        assert torch.equal(out[:, :1500], long) and out.size(1) == 1500 + n
+    assert model.generate(long[:, :1], 0)[1] is None  # nothing to read yet
     greedy, _ = model.generate(prompt, 9, temperature=0)
     first, state = model.generate(prompt, 4, temperature=0)
     assert torch.equal(torch.cat([first, model.generate(first[:, -1:], 5, 0, state=state)[0][:, 1:]], dim=1), greedy)
@@ -2527,28 +2384,22 @@ def test_shaq_runs_under_bf16_autocast(preset):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("fields, words", [
-    (dict(rnn="gru"), "rnn=gru"), (dict(memory="all"), "memory=all"), (dict(ff="boo"), "ff=boo"),
-    (dict(n_head=3), "n_head=3"),
-    (dict(attn_layers=(5,)), "from 1 to n_layer=4"), (dict(attn_layers="2,4"), "from 1 to n_layer=4"), (dict(mem_len=-1), "mem_len=-1"),
-    (dict(memory="mean", mem_len=8, mean_window=8), "mean_window=8"), (dict(dropout=1.0), "dropout=1.0")])
-def test_shaq_config_errors_are_one_line(fields, words):
-    with pytest.raises(ValueError) as error:
-        SHAQConfig(**fields)
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def test_shaq_refuses_a_state_of_another_batch():
-    for preset in ("sharnn", "shaq"):
-        model = tiny_shaq(preset)
-        _, state = model(torch.randint(11, (3, 4)))
-        with pytest.raises(ValueError, match="3 streams"):
-            model(torch.randint(11, (2, 4)), state=state)
-        with pytest.raises(ValueError, match="at least 1"):
-            model(torch.randint(11, (2, 0)))
-        with pytest.raises(ValueError, match="temperature=-1"):
-            model.generate(torch.randint(11, (2, 4)), 2, temperature=-1)
+def test_shaq_impossible_settings_and_states_are_one_line():
+    for fields, words in (
+        (dict(rnn="gru"), "rnn=gru"), (dict(memory="all"), "memory=all"), (dict(ff="boo"), "ff=boo"), (dict(n_head=3), "n_head=3"),
+        (dict(attn_layers=(5,)), "from 1 to n_layer=4"), (dict(attn_layers="2,4"), "from 1 to n_layer=4"), (dict(mem_len=-1), "mem_len=-1"),
+        (dict(memory="mean", mem_len=8, mean_window=8), "mean_window=8"), (dict(dropout=1.0), "dropout=1.0")):
+        refuses(lambda: SHAQConfig(**fields), words)
     assert SHAQConfig(attn_layers=[4, 2]).attn_layers == (2, 4) and SHAQConfig(attn_layers=2).attn_layers == (2,)
+    for preset in ("sharnn", "shaq"):
+        model, idx = tiny_shaq(preset), torch.randint(11, (2, 4))
+        _, state = model(torch.randint(11, (3, 4)))
+        refuses(lambda: model(idx, state=state), "3 streams")
+        refuses(lambda: model(idx, state=[]), "0 blocks")
+        refuses(lambda: model(idx[:, :0]), "at least 1")
+        refuses(lambda: model.generate(idx, 2, temperature=-1), "temperature=-1")
+    model.blocks[1].extra = torch.nn.Parameter(torch.randn(3))
+    refuses(model.init_weights, "blocks.1.extra", kind=RuntimeError)
 
 
 def lamb_parameters():
@@ -2598,11 +2449,9 @@ def test_lamb_never_waits_for_the_device():
 
 
 def test_lamb_wants_fp32_and_numbers_that_make_sense():
-    with pytest.raises(ValueError, match="bfloat16"):
-        LAMB([torch.nn.Parameter(torch.randn(3, dtype=torch.bfloat16))])
+    refuses(lambda: LAMB([torch.nn.Parameter(torch.randn(3, dtype=torch.bfloat16))]), "bfloat16")
     for bad in (dict(lr=-1), dict(eps=0), dict(betas=(0.9, 1.0)), dict(weight_decay=-1)):
-        with pytest.raises(ValueError, match="LAMB"):
-            LAMB(lamb_parameters(), **bad)
+        refuses(lambda: LAMB(lamb_parameters(), **bad), "LAMB")
     published = dict(lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25)
     assert LAMB(lamb_parameters()).defaults == published
 
@@ -2614,12 +2463,10 @@ def test_lamb_wants_fp32_and_numbers_that_make_sense():
 TINY_SHAQ = ["--device=cpu", "--n_embd=16", "--mem_len=230", "--dropout=0.1", "--dtype=float32", "--eval_tokens=400", "--eval_interval=4"]
 
 
-def _train_shaq(tmp_path, *flags, processes=0, script=HERE / "train_shaq.py"):
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
-    done = subprocess.run([sys.executable, *launch, str(script), f"--data_dir={tmp_path}/data", "--dataset=mine",
-                           *TINY_SHAQ, *flags], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0 and ("Traceback" not in done.stderr or processes), done.stderr
-    return done
+def _train_shaq(tmp_path, *flags, tool=(sys.executable,), script=HERE / "train_shaq.py"):
+    done = subprocess.run([*tool, script, f"--data_dir={tmp_path}/data", "--dataset=mine", *TINY_SHAQ, *flags],
+                          capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0 and ("Traceback" not in done.stderr or tool is TORCHRUN), done.stderr
 
 
 def random_words(n):
@@ -2636,18 +2483,15 @@ def text_data(tmp_path):
 
 
 @pytest.fixture
-def train_shaq_here(tmp_path, text_data, monkeypatch):
+def train_shaq_here(tmp_path, text_data, monkeypatch, signals):
     "train_shaq_here(flags...) runs train_shaq.py's main in this process"
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))}
+    generate = SHAQ.generate  # at the end a sample, which at 400 bytes takes longer than all else: whole in processes of their own only
+    monkeypatch.setattr(SHAQ, "generate", lambda model, ids, n, *a, **kw: generate(model, ids, min(n, 20), *a, **kw))
 
     def run(*flags):
         start = [] if "--resume" in flags else ["--dataset=mine", *TINY_SHAQ, "--max_minutes=0", "--batch=2", "--bptt=20"]
         monkeypatch.setattr(sys, "argv", ["train_shaq.py", f"--data_dir={text_data / 'data'}", "--device=cpu", *start, *flags])
-        try:
-            pd.run(train_shaq.main)
-        finally:
-            for s, handler in handlers.items():
-                signal.signal(s, handler)
+        pd.run(train_shaq.main)
     return run
 
 
@@ -2775,18 +2619,18 @@ def test_train_shaq_max_minutes_shortens_the_schedule(train_shaq_here, tmp_path,
 @pytest.mark.parametrize("preset, optimizer", [("sharnn", "lamb"), ("shaq", "adamw")])
 def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(text_data, preset, optimizer, train_shaq_here, monkeypatch, capsys):
     monkeypatch.chdir(text_data)
-    flags = [f"--preset={preset}", f"--optimizer={optimizer}", "--schedule=constant", "--warmup_steps=1", "--batch=2", "--bptt=200"]
-    train_shaq_here(*flags, "--max_steps=30", "--out_dir=whole")  # 9,000 bytes: a new epoch on the way
+    flags = [f"--preset={preset}", f"--optimizer={optimizer}", "--schedule=constant", "--warmup_steps=1", "--batch=4", "--bptt=100"]
+    train_shaq_here(*flags, "--max_steps=25", "--out_dir=whole")  # 9,000 bytes: a new epoch on the way
     assert "sample:" in capsys.readouterr().out and (text_data / "whole/best.pt").exists()
     train_shaq_here(*flags, "--max_steps=13", "--out_dir=parts")
     assert len(losses(records(text_data / "parts"))[0]) == 13
     resume = train_shaq_here if preset == "shaq" else lambda *flags: _train_shaq(text_data, *flags)  # in a fresh process
-    resume("--resume", "--max_steps=30", "--out_dir=parts")
+    resume("--resume", "--max_steps=25", "--out_dir=parts")
     one, two = (losses(records(text_data / out))[0] for out in ("whole", "parts"))
-    assert len(one) == 30 and one == two
+    assert len(one) == 25 and one == two
     ckpt = torch.load(text_data / "parts/ckpt.pt", weights_only=True)
     group = ckpt["optimizer"]["param_groups"][0]
-    assert ckpt["step"] == 30 and ckpt["epoch"] >= 1 and ("max_norm" in group) == (optimizer == "lamb") and group["weight_decay"] == 1.2e-6
+    assert ckpt["step"] == 25 and ckpt["epoch"] >= 1 and ("max_norm" in group) == (optimizer == "lamb") and group["weight_decay"] == 1.2e-6
     assert {r["lr"] for r in records(text_data / "whole") if "lr" in r} == {4e-3}
     if preset == "sharnn":  # the published second stage: fresh optimiser, half the rate, from the best weights
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
@@ -2799,8 +2643,7 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(text_data, preset, opti
         assert first["settings"]["max_steps"] == math.ceil(5 * length / train_shaq.average_length(first["settings"]["seed"], 20))
         assert [r["step"] for r in log] == [0, 0]
         fails(capsys, lambda: train_shaq_here("--stage2=whole/best.pt", "--n_layer=3", "--out_dir=x"), "another model")
-        other = "sharnn" if records(text_data / "whole")[0]["settings"]["preset"] == "shaq" else "shaq"
-        fails(capsys, lambda: train_shaq_here("--stage2=whole/best.pt", f"--preset={other}", "--out_dir=x"), f"drop --preset={other}")
+        fails(capsys, lambda: train_shaq_here("--stage2=whole/best.pt", "--preset=shaq", "--out_dir=x"), "drop --preset=shaq")
 
 
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
@@ -2901,7 +2744,7 @@ def test_train_shaq_two_processes_are_one(text_data, train_shaq_here):
     flags = "--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3"
     train_shaq_here(*flags, f"--out_dir={text_data / 'one'}")
     (text_data / "samples.py").write_text(SAMPLES.format(here=str(HERE)))
-    assert "sample:" in _train_shaq(text_data, *flags, "--out_dir=two", processes=2, script="samples.py").stdout
+    assert "sample:" in _train_shaq(text_data, *flags, "--out_dir=two", tool=TORCHRUN, script="samples.py").stdout
     one, two = (losses(records(text_data / out)) for out in ("one", "two"))
     assert len(one[0]) == 6 and all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two))
     a, b = (tensors(torch.load(text_data / out / "ckpt.pt", weights_only=True)["state"]) for out in ("one", "two"))
@@ -3243,27 +3086,20 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     assert not os.listdir(tmp_path / "d")
 
 
-def test_data_repeated_inputs_add_up_and_a_small_text_is_told(tmp_path, capsys):
+def test_data_inputs_add_up_without_byte_order_marks_are_not_written_over_and_a_small_text_is_told(tmp_path, capsys):
     for name in "abc":
-        (tmp_path / name).write_text(name * 100)
+        (tmp_path / name).write_text("\ufeff" + name * 100, encoding="utf-8")
     for name, flags, note in (("x", ["--input", "a", "b", "--input", "c"], True), ("y", ["--input", *9 * "abc"], False)):
         pd.main([str(tmp_path / f) if len(f) == 1 else f for f in flags] + [f"--name={name}", f"--data_dir={tmp_path}"])
         assert ("note: one window" in capsys.readouterr().out) == note
     x = pd.load_dataset("x", str(tmp_path))
     assert pd.decode("byte", [*x.train[:], *x.val[:]]) == "a" * 100 + "b" * 100 + "c" * 100
     assert pd.decode("byte", x.train[98:102]) == pd.decode("byte", torch.tensor([97, 97, 98, 98])) == "aabb"  # arrays as lists
-
-
-def test_data_joined_inputs_lose_every_byte_order_mark_and_are_not_written_over(tmp_path, capsys):
-    for name in "ab":
-        (tmp_path / name).write_text("\ufeff" + 50 * name, encoding="utf-8")
-    main = lambda *names: pd.main(["--input", *(str(tmp_path / n) for n in names), "--name=x", f"--data_dir={tmp_path}"])
-    main("a", "b")
-    x = pd.load_dataset("x", str(tmp_path))
-    assert pd.decode("byte", [*x.train[:], *x.val[:]]) == 50 * "a" + 50 * "b"
-    before = (tmp_path / "x/train.bin").read_bytes()
-    fails(capsys, lambda: main("a", "x/train.bin"), "train.bin would be written over", "another --name")
-    assert (tmp_path / "x/train.bin").read_bytes() == before
+    mine = tmp_path / "x/train.bin"
+    before = mine.read_bytes()
+    fails(capsys, lambda: pd.main(["--input", str(tmp_path / "a"), str(mine), "--name=x", f"--data_dir={tmp_path}"]),
+          "train.bin would be written over", "another --name")
+    assert mine.read_bytes() == before
 
 
 def test_data_one_process_at_a_time_prepares_a_folder(corpus):
@@ -3286,7 +3122,7 @@ pd.main(sys.argv[1:])"""
     assert not [name for name in os.listdir(f"{data}/enwik8") if name.endswith(".tmp")]
 
 
-def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
+def test_data_what_goes_wrong_anywhere_is_one_line(capsys):
     def ends(error):
         def main():
             raise error
@@ -3452,22 +3288,18 @@ def messy(n):
     return "".join(RNG.choice([*"ab'sdtmlvre1! \n\t\u00a0\u2003\x1c\x85üß字😀", "  \n ", " the", "'ll"], n)) + " \n "
 
 
-def test_data_gpt2_tokens_do_not_depend_on_the_cut(toy, tmp_path):
+def test_data_gpt2_tokens_do_not_depend_on_the_cut_nor_on_the_cores(toy, tmp_path):
     text = messy(20_000)
     for size in (1, 2, 13, 1000, 10**6):
         chunks = list(pd.safe_chunks(text, size))
         assert "".join(chunks) == text
         assert [i for chunk in chunks for i in toy.encode_ordinary(chunk)] == toy.encode_ordinary(text)
     assert len(list(pd.safe_chunks(text, 1))) > 1000
+    assert pd.tokenize(text.encode(), "gpt2", "", size=5000).tolist() == toy.encode_ordinary(text)
+    assert pd.decode("gpt2", pd.encode("gpt2", text)) == text
     pd.prepare(str(tmp_path / "u"), "u", "gpt2", ("ü" * 11).encode(), "")
     d = pd.load_dataset("u", str(tmp_path))
     assert (d.decode(d.train[:]), d.decode(d.val[:])) == ("ü" * 9, "ü" * 2)  # nor is a character cut
-
-
-def test_data_gpt2_all_cores_equal_one(toy):
-    text = messy(20_000)
-    assert pd.tokenize(text.encode(), "gpt2", "", size=5000).tolist() == toy.encode_ordinary(text)
-    assert pd.decode("gpt2", pd.encode("gpt2", text)) == text
 
 
 def test_data_gpt2_tokens_of_war_and_peace(tmp_path):
@@ -3542,7 +3374,6 @@ def common(bench_data, text):
 def test_bench_params_are_the_papers(tmp_path, capsys):
     rows = {r["name"]: r for r in bench_run(tmp_path, "params")}
     assert rows["tiny, dense"]["measured"] == 123_701_760 and rows["xxl_v1, hadamard"]["measured"] == 5_139_634_176
-    assert rows["gpt2_book"]["measured"] == 162_419_712 and rows["dva_book"]["measured"] == 112_800_768
     assert sum(r["measured"] for n, r in rows.items() if n.startswith("sharnn with")) == 53_798_093 == rows["sharnn"]["measured"] + 24_576
     assert set(bench.SHAQ_PRESETS) < set(rows) and len(rows) == 16 + 4 + 2 + len(bench.SHAQ_PRESETS) + 1
     for name, r in rows.items():  # as the papers print them: three figures at most, two of table 1 truncated instead of rounded
@@ -3702,6 +3533,7 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
 
 
 def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "machine", lambda *a: machine("cpu", "float32"))  # no dtype to be measured
     for argv, words in (
         (["compares"], "did you mean compare?"), ([], "say what"),
         *((["compare", "--variant=", f"--variant={n}=4"], "--set") for n in ("batch_tokens", "dataset", "block_size", "eval_tokens")),
@@ -3750,7 +3582,7 @@ def test_bench_prints_a_papers_figure_beside_the_papers_model_alone():
                     quality("shaq", "sharnn", attn_layers=(2,))])
 
 
-def test_bench_compare_reads_the_data_of_its_recipe(bench_data, monkeypatch):
+def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     asked = []
     monkeypatch.setattr(bench, "load_dataset", lambda *a: asked.append(a) or sys.exit(3))
     for argv in (["compare", "--set=size=dva_book"], ["compare", "--set=dataset=x", "--set=data_dir=y"], ["compare", "--model=shaq"],
@@ -3850,8 +3682,7 @@ def test_bench_eval_agrees_with_lm_evals_own_model():
 def test_bench_eval_of_a_local_task(tmp_path, capsys):
     "With lm_eval: its accuracy on questions of ours is that by hand. Without: one line that says what to install."
     model = small_gpt(block_size=64)
-    torch.save(dict(kind="GPT", config=asdict(model.config), model=model.state_dict(), data=dict(name="x", tokenizer="byte"),
-                    settings=dict(size="nano")), tmp_path / "ckpt.pt")
+    save_model(tmp_path / "ckpt.pt", model, settings=dict(size="nano"))
     argv = ["eval", f"--ckpt={tmp_path}/ckpt.pt", "--tasks=letters", f"--include_path={tmp_path}"]
     if importlib.util.find_spec("lm_eval") is None:
         return fails(capsys, lambda: bench.main(argv), "pip install lm_eval")
