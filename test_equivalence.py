@@ -3420,9 +3420,9 @@ def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, c
     flags = common(bench_data, f"size=tiny,block_size=32,batch_tokens=512,eval_tokens=512,{small}")  # tiny: 20 tokens a parameter
     a, b = bench_run(tmp_path, "compare", flags, "--variant=attn_out=dense", "--variant=attn_out=identity", "--seeds=1", "--points=1")
     assert a["params"] != b["params"] and a["steps"] == b["steps"] > 100
-    flags = common(bench_data, f"block_size=4800,batch_tokens=4800,{small}")  # all of the validation data, and no target for its last
+    flags = common(bench_data, f"block_size=4800,batch_tokens=4800,max_steps=1,{small}")  # all there is: none to predict the last
     fails(capsys, lambda: bench.main(["compare", flags, "--device=cpu"]), "has 4,800 tokens, one window takes 4801: lower block_size")
-    for text, word in (("", "batch_tokens"), ("batch_tokens=256,block_size=32,eval_tokens=64,", "eval_windows than the first")):
+    for text, word in (("", "batch_tokens"), ("batch_tokens=256,block_size=32,eval_tokens=64,max_steps=1,", "eval_windows than the first")):
         argv = ["compare", common(bench_data, text + small), "--variant=size=nano", "--variant=size=gpt2_book", "--device=cpu"]
         fails(capsys, lambda: bench.main(argv), f"another {word}")
 
@@ -3541,7 +3541,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         *((["compare", f"--equal={e}", "--variant=", "--variant=max_steps=9"], f"--equal={e} decides") for e in ("steps", "flops")),
         (["compare", "--variant=seed=1"], "seed is not for"), (["compare", "--set=max_steps=0"], "max_steps=0"),
         (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"),
-        (["prefill", "--sizes=tny"], "did you mean tiny?"), (["train", "--sizes=dva_book"], "'dva_book' is none of nano"),
+        (["prefill", "--sizes=tny"], "did you mean tiny?"), (["train", "--sizes=gpt2_book"], "'gpt2_book' is none of nano"),
         (["kernels", "--widths=71"], "nearest that work"),
         (["kernels", "--pool=3"], "expected BxTxH"), (["kernels", "--heads=1x8x16"], "a multiple of 12"),
         (["code", "--widths=100"], "'100' is none of 256, 768"), (["plot", f"--records={tmp_path}"], "error: "),
