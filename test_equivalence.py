@@ -2467,6 +2467,7 @@ def _train_shaq(tmp_path, *flags, tool=(sys.executable,), script=HERE / "train_s
     done = subprocess.run([*tool, script, f"--data_dir={tmp_path}/data", "--dataset=mine", *TINY_SHAQ, *flags],
                           capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0 and ("Traceback" not in done.stderr or tool is TORCHRUN), done.stderr
+    return done
 
 
 def random_words(n):
