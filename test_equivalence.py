@@ -3751,6 +3751,8 @@ def test_bench_plot_draws_what_the_records_say():
     _, (_, fig) = bench.plot_compare(plt, shaq)  # two models of one preset, of which the paper has one
     assert [(len(line.get_xdata()), line.get_label()) for line in fig.axes[0].lines] == [(3, "a"), (3, "b")]
     assert [line.get_xydata().tolist() for line in fig.axes[1].lines] == [[[0.92 * 32, 1.126]]]
+    _, (_, fig) = bench.plot_compare(plt, [{k: v for k, v in r.items() if k != "paper"} for r in shaq])  # as written before it was recorded
+    assert [line.get_xydata().tolist() for line in fig.axes[1].lines] == [[[0.92 * 32, 1.126]]] * 2
     (_, fig), = bench.plot_scaling(plt, [dict(variant="dense", compute=c, val_loss=v, dataset="x") for c, v in ((1, 4), (1, 6), (9, 2))])
     assert fig.axes[0].lines[0].get_ydata().tolist() == [5, 2]
     (_, fig), = bench.plot_heatmap(plt, [dict(size="nano", compiled=False, batch=b, T=t, variant=o, gain=b / t)
