@@ -806,7 +806,7 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
     "Some of them used to be computed: values of more positions than there are keys, one target for a whole window"
     q, long = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 9, 8)
     for wrong in ((q, q, long), (q, long, q), (q, q[:, :2], q[:, :2]), (q, q.reshape(4, 2, 3, 8), q.reshape(4, 2, 3, 8)), (long, q, q),
-                  (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q)):
+                  (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q), (q, q, q, q), (q, q, q, None, q)):
         refuses(lambda: attention(*wrong), "expected q, r (B, h, T, w)", "got q (2, 4, ")
     idx = torch.zeros(1, 5, dtype=torch.int64)
     for targets in (idx[:, :1], idx[0], idx.repeat(2, 1)):
