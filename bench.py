@@ -1232,7 +1232,7 @@ class Scorer:
 
 @command(lambda gpu: (
     ("ckpt", dict(default="out/gpt/ckpt.pt", help="checkpoint of train_gpt.py")),
-    ("tasks", dict(type=names, default="piqa,hellaswag,openbookqa,arc_easy,blimp", help="names that lm_eval knows")),
+    ("tasks", dict(type=names, default="piqa,hellaswag,openbookqa,arc_easy,blimp", help="names that lm_eval knows, of multiple choice")),
     ("include_path", dict(help="folder with task files (YAML) of your own")),
     ("limit", dict(type=number(int, 1), help="only so many questions of each")),
     ("batch", dict(type=number(int, 1), default=16, help="sequences at a time"))))
