@@ -52,6 +52,11 @@ from model import (CHOICES, GPT, LAMB, SHAQ, SHAQ_PRESETS, SIZES, Attention, GPT
                    SHAQConfig, attention, blocked_attention, detach_state, sample, fold_hadamard, hadamard_heads, load_checkpoint, lr_at,
                    machine, model_of, param_groups, tensors)
 
+if kernels.triton is not None:  # Triton 3.6's interpreter takes int() of an array of one number, which numpy 2.4 refuses
+    from triton.runtime import interpreter
+    interpreter._patch_lang_tensor = lambda tensor, scope, patch=interpreter._patch_lang_tensor: (
+        patch(tensor, scope), scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item()))
+
 torch.set_num_threads(1)  # what is computed here is so small that threads cost more than they save, ten times as much beside other work
 machine("cpu", "float32")  # as in the scripts, freed memory is kept: a matrix of 64 MB costs half of the time that fresh pages do
 os.environ["OMP_NUM_THREADS"] = "1"  # nor in the processes that tests start; bit for bit wants equally many
