@@ -226,13 +226,17 @@ def alone(folder):
         left = []
         with contextlib.suppress(ImportError, OSError):  # Windows, some network file systems
             import fcntl
-            lock = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, lock)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                warn(f"waiting for another process, which prepares {folder}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            while True:
+                lock = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, lock)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    warn(f"waiting for another process, which prepares {folder}")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                os.makedirs(folder, exist_ok=True)
+                if os.path.samestat(os.fstat(lock), os.stat(folder)):
+                    break  # else the other one failed and took the folder away: a lock on what is gone keeps nobody out
             left = [name for name in os.listdir(folder) if re.fullmatch(r".+\.(bin|json)\.\d+\.tmp", name)]
         for name in left:
             os.remove(os.path.join(folder, name))

@@ -3128,6 +3128,33 @@ pd.main(sys.argv[1:])"""
     assert not [name for name in os.listdir(f"{data}/enwik8") if name.endswith(".tmp")]
 
 
+def test_data_a_folder_whose_preparation_failed_is_still_prepared_by_one_alone(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")  # Windows has none
+    waits, inside, leave = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr(pd, "warn", lambda text: waits.set())
+    folder = str(tmp_path / "x")
+
+    def second():
+        with pd.alone(folder):
+            inside.set()
+            leave.wait(60)
+
+    with pytest.raises(ValueError), pd.alone(folder):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waits.wait(60)
+        raise ValueError  # takes the empty folder away
+    assert inside.wait(60)
+    third = os.open(folder, os.O_RDONLY)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(third, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(third)
+        leave.set()
+        thread.join()
+
+
 def test_data_what_goes_wrong_anywhere_is_one_line(capsys):
     def ends(error):
         def main():
