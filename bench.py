@@ -1314,7 +1314,7 @@ def records(folder, what, run_at):
     ("assets", dict(default="out/bench", help="folder for the figures (README's lie in assets)")),
     ("run", dict(help="the run, by its time as it stands in the records (default the last of each file)")),
     ("logs", dict(nargs="+", metavar="FILE", help="log.jsonl files of the training scripts instead: bits per byte against training time")),
-    ("format", dict(choices=["png", "svg", "pdf"], default="png", help="of the figures' files"))))
+    ("format", dict(choices=["png", "svg"], default="png", help="of the figures' files"))))
 def bench_plot(args):
     """The papers' figures from out/bench/*.jsonl: loss against steps, FLOPs and time; loss against compute with fits; speed-up over batch
     and length; decoding throughput against batch; bits per byte against time for SHA-RNN's ablations. The papers' points are hollow. Needs

@@ -387,8 +387,9 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, grads):
         n, dtype = max(1, HEAD_LOGITS * (1 if x.device.type == "cpu" else 4) // len(weight)), product_dtype(x)
-        # fp16: as they are, most of a large vocabulary's p are below its range, and their product with x, summed over rows, can be above it
-        up, down = (2.0 ** 7, 2.0 ** (7 + max(0, min(n, len(x)).bit_length() - 10))) if dtype == torch.float16 else (1.0, 1.0)
+        up = down = 1.0
+        if dtype == torch.float16:  # most of a large vocabulary's p are below its range, and the sum over rows of p^T x can be above it
+            n, up, down = min(n, 4096), 2.0 ** 7, 2.0 ** 10
         x_, w_ = x.to(dtype), weight.to(dtype)
         grads = grads and any(ctx.needs_input_grad)
         loss, dx, dw = 0.0, torch.empty_like(x_) if grads else None, None

@@ -999,8 +999,8 @@ def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
 
 
 def test_gpt_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
-    for N, V, spread in ((256, 50304, 0.02), (4096, 512, 1.0)):
-        x, w, y, results = torch.randn(N, 16), spread * torch.randn(V, 16), torch.randint(512, (N,)), []
+    for N, V, size, spread in ((256, 50304, 1.0, 0.02), (4096, 512, 1.0, 1.0), (65536, 512, 0.05, 1.0)):
+        x, w, y, results = size * torch.randn(N, 16), spread * torch.randn(V, 16), torch.randint(512, (N,)), []
         for half, scale in ((False, 1.0), (True, 65536.0)):  # GradScaler's default
             leaf = [x.clone().requires_grad_(), w.clone().requires_grad_()]
             with torch.autocast("cpu", torch.float16, enabled=half):
