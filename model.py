@@ -1349,9 +1349,9 @@ def inputs_and_targets(rows, device):
 
 def clip_(model, most):
     "-> the norm of all gradients, scaled down to most where they are larger; most = 0: never"
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=True)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     if most:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), most, norm, foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), most, norm)
     return norm
 
 
