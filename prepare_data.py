@@ -701,6 +701,7 @@ def prepare_fineweb(folder, name, url, shards):
             raise
         tokens[split] += len(t)
         sha256[shard] = hashlib.sha256(np.memmap(used, np.uint8, "r")).hexdigest()
+        del t  # Windows renames no file that is mapped
         os.replace(used, path)
     write_meta(folder, name=name, tokenizer="gpt2", vocab_size=vocab, files=files, tokens=tokens, bytes=size,
                source=url, sha256=sha256, split=f"{shards} + 1 shards, verified without a checksum (none is known)")
@@ -724,7 +725,7 @@ def main(argv=None):
         die(f"unknown data set {dataset!r}{nearest(dataset, DATASETS)} (known: {', '.join(DATASETS)}, --input FILE...)")
     if not args.dataset and bool(args.input) != bool(args.name) or args.dataset and args.input:
         die("--input FILE... goes with a --name of your own and without a named data set")
-    if name in DATASETS and (name != dataset or args.input):
+    if name.lower() in map(str.lower, DATASETS) and (name != dataset or args.input):  # one folder on most Macs, and on Windows
         die(f"--name={name} is another data set's: take a --name of your own")
     if not re.fullmatch(r"\w[\w.-]*", name):
         die(f"--name {name!r} is no folder name: take letters, digits, _ - .")

@@ -3080,6 +3080,7 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     fails(capsys, main("--input", str(tmp_path / "latin")), "--name")
     fails(capsys, main("--input", str(tmp_path / "latin"), "--name=enwik8"), "--name of your own")
     fails(capsys, main("pysource", "--name=enwik8"), "--name=enwik8 is another")
+    fails(capsys, main("--input", str(tmp_path / "latin"), "--name=Enwik8"), "--name=Enwik8 is another")
     fails(capsys, main("pysource", f"--from_file={tmp_path / 'latin'}"), "for data sets that are downloaded")
     fails(capsys, main("shakespeare", "--from_file", str(tmp_path / "none")), "none", "does not exist")
     fails(capsys, main("shakespeare", "--url=no.url"), "cannot download no.url", "unknown url type")
@@ -3356,14 +3357,18 @@ def test_data_gpt2_tokens_of_war_and_peace(tmp_path):
         assert d.bytes_per_token == len(text[n:].encode()) / len(d.val)
 
 
-def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys):
+def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, monkeypatch):
     shards, data = tmp_path / "shards", str(tmp_path / "data")
     shards.mkdir()
     tokens = {n: RNG.integers(0, 50257, 5000) for n in ("train_000001", "train_000002", "val_000000")}
     for n, t in tokens.items():
         write(shards / f"fineweb_{n}.bin", t, 50257)
     prepare = lambda: pd.main(["fineweb10B", "--shards=2", f"--from_file={shards}", f"--data_dir={data}"])
-    prepare()
+    replace, mapped = os.replace, []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda a, b: mapped.append(str(a) in Path("/proc/self/maps").read_text()) or replace(a, b))
+        prepare()
+    assert mapped == 4 * [False]  # three shards, meta.json: Windows renames no file that is mapped
     d = pd.load_dataset("fineweb10B", data)
     assert np.array_equal(d.train[:], np.concatenate([tokens["train_000001"], tokens["train_000002"]]))
     text = toy.decode_bytes(d.val[:].tolist()).replace(b"<|endoftext|>", b"")
