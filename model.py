@@ -28,7 +28,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import _reverse_mode_only, hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, qrnn_pool
+from kernels import _reverse_mode_only, hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, qrnn_pool, triton
 
 # -----------------------------------------------------------------------------
 # GPT: settings
@@ -1285,6 +1285,7 @@ def machine(device="auto", dtype="auto"):
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
         has_bf16, note = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name(device)
+        note += "" if triton else ", without Triton"
     else:
         known = torch.cpu.get_capabilities()
         has_bf16 = device.type == "cpu" and any(known.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16"))

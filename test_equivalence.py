@@ -1370,11 +1370,16 @@ def test_train_learns_logs_samples_and_saves(train, tmp_path, sampled):
 
 
 @pytest.mark.parametrize("device, size, width", [("cpu", "nano", 256), ("mps", "nano", 256), ("cuda", "tiny", 1024)])
-def test_train_defaults_are_for_a_laptop_but_on_cuda(device, size, width):
+def test_train_defaults_are_for_a_laptop_but_on_cuda(device, size, width, monkeypatch):
+    for script in (train_gpt, train_shaq):
+        monkeypatch.setattr(script, "triton", kernels)  # as if it were there
     m = SimpleNamespace(device=torch.device(device))
     (gpt, _), (shaq, c) = train_gpt.settle({}, {}, m), train_shaq.settle({}, {}, m)
     assert gpt["size"] == size and c["n_embd"] == width and gpt["compile"] == shaq["compile"] == (device == "cuda")
     assert gpt["max_minutes"] == shaq["max_minutes"] == (0.0 if device == "cuda" else 3.0)
+    for script in (train_gpt, train_shaq):
+        monkeypatch.setattr(script, "triton", None)  # a GPU under Windows: torch.compile could make nothing for it
+        assert not script.settle({}, {}, m)[0]["compile"]
 
 
 def test_train_clips_beside_frozen_parameters_and_evaluation_leaves_each_mode():
@@ -3160,6 +3165,7 @@ def test_data_a_folder_whose_preparation_failed_is_still_prepared_by_one_alone(t
 
 
 def test_data_what_goes_wrong_anywhere_is_one_line(capsys):
+    from torch._inductor.exc import TritonMissing
     def ends(error):
         def main():
             raise error
@@ -3169,6 +3175,7 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys):
     fails(capsys, ends(PermissionError(errno.EACCES, "Permission denied", "x/y")), "x/y: Permission denied; choose a place")
     fails(capsys, ends(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")), "out of memory: take a smaller", "2.00 GiB")
     fails(capsys, ends(RuntimeError("InvalidCxxCompiler: No working C++ compiler found")), "--compile=0")
+    fails(capsys, ends(TritonMissing(None)), "wants Triton", "--compile=0")
     for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), TypeError("a fault of ours")):
         with pytest.raises(type(error)):
             ends(error)()

@@ -20,7 +20,7 @@ from shlex import quote
 import numpy as np
 import torch
 
-from kernels import hadamard_path
+from kernels import hadamard_path, triton
 from model import (CHOICES, GPT, SIZES, GPTConfig, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine, param_groups,
                    peak_flops)
 from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01, git_commit, load_dataset, number, one_line, report,
@@ -75,7 +75,7 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, data order and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
-    add("--compile", type=flag01, help="torch.compile the model (default 1 on CUDA)")
+    add("--compile", type=flag01, help="torch.compile the model (default 1 on CUDA, where Triton is installed)")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args(argv))
 
@@ -88,7 +88,7 @@ def settle(typed, stored, m):
     "What was typed over what the checkpoint holds (its settings and its whole configuration) over the defaults -> settings, model settings"
     s = dict(size="tiny" if m.device.type == "cuda" else "nano", dataset="pysource", data_dir="data", out_dir="out/gpt", weight_decay=0.1,
              max_minutes=0.0, paced=False, grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20,
-             eval_windows="spread", seed=1337, compile=m.device.type == "cuda")
+             eval_windows="spread", seed=1337, compile=m.device.type == "cuda" and triton is not None)
     unchanged(typed, stored, FREE)
     size = (stored | typed).get("size", s["size"])
     s |= RECIPES.get(size, RECIPES["large"]) | stored | typed

@@ -23,6 +23,7 @@ from shlex import quote
 import numpy as np
 import torch
 
+from kernels import triton
 from model import (LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint, lr_at,
                    machine, peak_flops)
 from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01, git_commit, load_dataset, number, one_line, report,
@@ -77,7 +78,7 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, window lengths and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
-    add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length (default 1 on CUDA)")
+    add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length (default 1 on CUDA, where Triton is installed)")
     add("--stage2", metavar="CKPT",
         help="start from the weights of this checkpoint with a fresh optimiser at half the rate, 5 epochs: the published second stage")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
@@ -93,7 +94,7 @@ def settle(typed, stored, m):
     unchanged(typed, stored, FREE)
     s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
-             compile=m.device.type == "cuda") | (PAPER if m.device.type == "cuda" else LAPTOP)
+             compile=m.device.type == "cuda" and triton is not None) | (PAPER if m.device.type == "cuda" else LAPTOP)
     s |= stored | typed
     model = {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s}
     return s, SHAQ_PRESETS[s["preset"]] | model | dict(mean_window=s["bptt"])
