@@ -695,11 +695,11 @@ def fold_hadamard(model):
     for p, q in zip(folded.parameters(), model.parameters()):
         p.requires_grad_(q.requires_grad)
     d_h = c.n_embd // c.n_head
-    H = hadamard_matrix(d_h, torch.float64, w.device) * d_h ** -0.5
+    H = hadamard_matrix(d_h, torch.float64, "cpu") * d_h ** -0.5  # on the CPU, as Apple's GPUs have no fp64
     for block in folded.h:
         for p in block.attn.c_attn.parameters():  # weight (3d, d) and bias (3d,); the last d rows are V's
             v = p[2 * c.n_embd:]
-            v.copy_((H @ v.double().view(c.n_head, d_h, -1)).view_as(v))
+            v.copy_((H @ v.cpu().double().view(c.n_head, d_h, -1)).view_as(v))
     return folded.train(model.training)
 
 
