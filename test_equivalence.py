@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import unittest.mock
+import weakref
 import zipfile
 from dataclasses import asdict, replace
 from functools import partialmethod
@@ -3372,11 +3373,12 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
     for n, t in tokens.items():
         write(shards / f"fineweb_{n}.bin", t, 50257)
     prepare = lambda: pd.main(["fineweb10B", "--shards=2", f"--from_file={shards}", f"--data_dir={data}"])
-    replace, mapped = os.replace, []
+    replace, open_bin, maps, mapped = os.replace, pd.open_bin, [], []
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda a, b: mapped.append(str(a) in Path("/proc/self/maps").read_text()) or replace(a, b))
+        patch.setattr(pd, "open_bin", lambda *a: maps.append(weakref.ref(t := open_bin(*a))) or t)
+        patch.setattr(os, "replace", lambda *a: mapped.append(any(t() is not None for t in maps)) or replace(*a))
         prepare()
-    assert mapped == 4 * [False]  # three shards, meta.json: Windows renames no file that is mapped
+    assert len(maps) == 3 and mapped == 4 * [False]  # three shards, meta.json: Windows renames no file that is mapped
     d = pd.load_dataset("fineweb10B", data)
     assert np.array_equal(d.train[:], np.concatenate([tokens["train_000001"], tokens["train_000002"]]))
     text = toy.decode_bytes(d.val[:].tolist()).replace(b"<|endoftext|>", b"")
