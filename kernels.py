@@ -154,7 +154,7 @@ def _blocks(x, n_head, heads_only):
 
 def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
     r, transform = _blocks(x, n_head, heads_only)
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape)  # not empty_like, whose strides, of a transposed row, no view below need have
 
     def widen(v):
         if v is None or v.dtype == x.dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5:  # times a power of two bf16 stays exact

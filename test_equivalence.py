@@ -275,6 +275,8 @@ def test_hadamard_takes_any_strides_and_any_number_of_rows():
         assert y.shape == x.shape and error(y, alpha * (x @ H) + beta) < 1e-12
         dx, = torch.autograd.grad(y, x, dy)
         assert dx.shape == x.shape and error(dx, (alpha * dy) @ H) < 1e-12
+    x = randn(1, 1025).T  # of width 1, a whole block of rows and one more
+    assert error(hadamard_affine(x, alpha[:1], beta[:1]), alpha[:1] * x + beta[:1]) < 1e-15
     a = alpha.clone().requires_grad_()
     hadamard_affine(randn(0, d), a, beta).sum().backward()
     assert torch.equal(a.grad, torch.zeros(d, dtype=torch.float64))
