@@ -813,6 +813,12 @@ def _as_rows(name, x, what="x"):
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
+def _check_meta(name, *tensors):  # one of them there, and PyTorch would return memory that nothing has written, without a word
+    devices = [str(t.device) for t in tensors]
+    if "meta" in devices and len(set(devices)) > 1:
+        raise ValueError(f"{name}: its tensors are on {', '.join(devices)}: one was made on the meta device and never given numbers")
+
+
 def hadamard_transform(x, scale=1.0):
     """
     scale * (x @ H) over the last dimension, H = hadamard_matrix(x.shape[-1]).
@@ -841,6 +847,7 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     if n_head < 1 or d % n_head or alpha.shape != (d,) or beta.shape != (d,):
         raise ValueError(f"hadamard_affine: x (..., d) with d a multiple of n_head, alpha (d,) and beta (d,); got x {tuple(x.shape)}, "
                          f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
+    _check_meta("hadamard_affine", x, alpha, beta)
     scale = (n_head if heads_only else d) ** -0.5
     return _hadamard(rows, alpha, beta, None, scale, n_head, heads_only).view(x.shape)
 
@@ -861,6 +868,7 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
         raise ValueError("hadamard_affine_norm: x (..., d) with d a multiple of n_head, residual of its shape, alpha, beta, weight, "
                          f"shift (d,); got x {tuple(x.shape)}, residual {tuple(residual.shape)}, n_head {n_head}, "
                          f"vectors of {[tuple(t.shape) for t in vectors]}")
+    _check_meta("hadamard_affine_norm", x, residual, *vectors)
     scale = (n_head if heads_only else d) ** -0.5
     y, normed, _ = _hadamard_norm(rows, before, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only)
     return y.view(x.shape), normed.view(x.shape)

@@ -323,7 +323,10 @@ def test_hadamard_small_fp16_gradients_survive():
 
 def test_hadamard_wrong_shapes_and_dtypes_are_one_line():
     x, v = torch.zeros(2, 48), torch.zeros(48)
+    nowhere = torch.empty(48, device="meta")  # PyTorch would then take all for meta tensors, and return memory that nothing has written
     for call, words in ((lambda: hadamard_affine(x, torch.zeros(47), v), ("alpha (47,)", "(2, 48)")),
+                        (lambda: hadamard_affine(x, v, nowhere), ("cpu, cpu, meta",)),
+                        (lambda: hadamard_affine_norm(x, v, v, x, nowhere), ("cpu, meta",)),
                         (lambda: hadamard_affine(x, v, torch.zeros(1)), ("beta (1,)",)),
                         (lambda: hadamard_affine(x, v, v, 5), ("n_head 5",)),
                         (lambda: hadamard_affine(x, v, v, 0), ("n_head 0",)),
