@@ -377,8 +377,8 @@ HEAD_LOGITS = 2**26  # on a GPU four times as many; module-level, as torch.compi
 
 class HeadLoss(torch.autograd.Function):
     """
-    Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> fp32 scalar. grads: whether backward
-    may follow, which forward cannot see by itself.
+    Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> fp32 scalar. Targets of -100 do not
+    count, as in F.cross_entropy. grads: whether backward may follow, which forward cannot see by itself.
 
     By slices of rows, each slice's gradients made at once while its logits are there: of all N x V logits no more than HEAD_LOGITS numbers
     (on a GPU four times as many) ever exist, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's
@@ -390,15 +390,16 @@ class HeadLoss(torch.autograd.Function):
         up = down = 1.0
         if dtype == torch.float16:  # most of a large vocabulary's p are below its range, and the sum over rows of p^T x can be above it
             n, up, down = min(n, 4096), 2.0 ** 7, 2.0 ** 10
-        x_, w_ = x.to(dtype), weight.to(dtype)
-        grads = grads and any(ctx.needs_input_grad)
+        left_out = (targets == -100)[:, None]                                            # (N, 1)
+        x_, w_, targets = x.to(dtype).masked_fill(left_out, 0), weight.to(dtype), targets.masked_fill(left_out[:, 0], 0)
+        grads, count = grads and any(ctx.needs_input_grad), (~left_out).sum()
         loss, dx, dw = 0.0, torch.empty_like(x_) if grads else None, None
-        for i in range(0, len(x), n):
+        for i in range(0, max(1, len(x)), n):
             logits = (x_[i:i + n] @ w_.T).float() if dtype != torch.float64 else x_[i:i + n] @ w_.T
             target = targets[i:i + n, None]
             top = logits.amax(-1, keepdim=True)
             lse = (logits - top).exp_().sum(-1, keepdim=True).log_() + top  # logsumexp, spelt so that the compiler reads logits once for it
-            loss = loss + (lse - logits.gather(1, target)).sum()
+            loss = loss + (lse - logits.gather(1, target)).masked_fill(left_out[i:i + n], 0).sum()
             if grads:
                 if torch.compiler.is_compiling():  # one kernel; a scatter would write and read all of p in fp32 before it
                     p = (logits - lse).exp() - (target == torch.arange(len(weight), device=x.device)).to(logits.dtype)
@@ -413,15 +414,16 @@ class HeadLoss(torch.autograd.Function):
                 else:
                     dw.add_(part)
         if grads:
-            ctx.save_for_backward(dx, dw)
+            ctx.save_for_backward(dx.masked_fill_(left_out, 0), dw, count)
             ctx.dtypes, ctx.scales = (x.dtype, weight.dtype), (1 / up, down / up)
-        return loss / len(x)
+        return loss / count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        dx, dw = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in ctx.saved_tensors)
-        gx, gw = (g / len(dx) * s for s in ctx.scales)  # in fp32, into which a loss scaled up for fp16 fits
+        *grads, count = ctx.saved_tensors
+        dx, dw = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in grads)
+        gx, gw = (g / count * s for s in ctx.scales)  # in fp32, into which a loss scaled up for fp16 fits
         return (dx * gx).to(ctx.dtypes[0]), (dw * gw).to(ctx.dtypes[1]), None, None
 
 
@@ -529,7 +531,8 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None, pos=0):
         """
-        idx: (B, T) int64. Without targets: logits (B, T, vocab_size). With targets (B, T): mean cross entropy in nats, fp32.
+        idx: (B, T) int64. Without targets: logits (B, T, vocab_size). With targets (B, T): mean cross entropy in nats, fp32, of those that
+        are not -100.
         cache (from new_cache) holds what attention needs of earlier tokens; idx then starts at position pos.
         """
         if targets is not None and targets.shape != idx.shape:
