@@ -479,8 +479,10 @@ class GPT(nn.Module):
 
     def load_state_dict(self, *args, **kw):
         "With assign=True, too, a tied head stays tied, and a model made on the meta device gets its angles"
-        tied, found = self.lm_head.weight is self.wte.weight, super().load_state_dict(*args, **kw)
-        if tied:
+        tied, found = getattr(self.lm_head, "weight", 0) is self.wte.weight, super().load_state_dict(*args, **kw)
+        if tied and "wte.weight" in found.missing_keys:  # some files hold the two once, under either name
+            self.wte.weight = self.lm_head.weight
+        elif tied:
             self.lm_head.weight = self.wte.weight
         if self.config.pos == "rope" and self.cos.is_meta and not self.wte.weight.is_meta:
             self.cos, self.sin = rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, self.wte.weight.device)
@@ -540,6 +542,8 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache, pos)
         if targets is None:
             return self.lm_head(x)
+        if type(self.lm_head) is not nn.Linear or self.lm_head.bias is not None:  # one put there later, more than a matrix
+            return F.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
     def new_cache(self, batch, length=None):

@@ -1023,6 +1023,15 @@ def test_gpt_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
     assert all(g.isfinite().all() for g in torch.autograd.grad(loss, leaf))
 
 
+def test_gpt_loss_is_that_of_its_logits_whatever_head_it_was_given():
+    idx = torch.randint(0, 97, (2, 12))
+    for head in (nn.Linear(48, 97), nn.Sequential(nn.Linear(48, 97), nn.Tanh())):
+        m = make()
+        m.lm_head = head
+        m.load_state_dict(m.state_dict())
+        torch.testing.assert_close(m(idx, idx), F.cross_entropy(m(idx).flatten(0, 1), idx.flatten()))
+
+
 @pytest.mark.parametrize("attn, pos, out", [("mha", "rope", "hadamard"), ("mha", "learned", "dense"), ("dva", "rope", "dense"),
                                             ("dva_outer", "learned", "dense")])
 def test_gpt_cache_filled_in_pieces(attn, pos, out):
