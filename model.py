@@ -695,10 +695,10 @@ def fold_hadamard(model):
     if c.attn_out != "hadamard" or hadamard_heads(c) != c.n_head:
         raise ValueError(f"fold_hadamard takes attn_out='hadamard' with a head count and head width that are Hadamard orders; got "
                          f"attn_out={c.attn_out!r}, {c.n_head} heads of {c.n_embd // c.n_head}")
-    w = model.wte.weight
     with torch.device("meta"):  # no weights are drawn: sampling or training around this goes on as without it
         folded = GPT(replace(c, attn_out="head_hadamard"))
-    folded.to(w.dtype).to_empty(device=w.device).load_state_dict(model.state_dict())
+    pairs = zip(folded.named_parameters(), model.parameters(), strict=True)  # torch.compile() puts a word before each name
+    folded.load_state_dict({name: q.clone() for (name, _), q in pairs}, strict=False, assign=True)  # each in its own dtype
     for p, q in zip(folded.parameters(), model.parameters()):
         p.requires_grad_(q.requires_grad)
     d_h = c.n_embd // c.n_head

@@ -782,8 +782,11 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     assert x.std() > 0.1 and (x - y).abs().max() < 1e-5 * max(1, x.abs().max())
     assert folded.config.attn_out == "head_hadamard" and not folded.training
     assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
+    assert torch.equal(fold_hadamard(torch.compile(m))(idx), y)
     low = fold_hadamard(m.bfloat16())
     assert low.wte.weight.dtype == torch.bfloat16 and torch.equal(low.cos, folded.cos) and error(low(idx), x) < 0.05  # angles as exact
+    m.h[0].attn.alpha.data = m.h[0].attn.alpha.data.float()
+    assert fold_hadamard(m).h[0].attn.alpha.dtype == torch.float32
     state = torch.get_rng_state()
     assert fold_hadamard(m.train()).training and torch.equal(torch.get_rng_state(), state)
     assert not any(p.requires_grad for p in fold_hadamard(m.requires_grad_(False)).parameters())
