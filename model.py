@@ -105,6 +105,8 @@ def rope_table(block_size, width, device=None):
 
 def rope(x, cos, sin):
     "Rotate the pairs (x_2i, x_2i+1) of x (B, T, heads, width) by their position's angles, in fp32 or wider"
+    if cos.element_size() < 4:
+        raise ValueError(f"rope: cos and sin are in {cos.dtype}, expected fp32; FSDP needs MixedPrecisionPolicy(cast_forward_inputs=False)")
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     if x.device.type == "cpu" or x.is_cuda and not torch.compiler.is_compiling():  # one pass: on a CPU 5 times faster than four real ones
         y = torch.view_as_real(torch.view_as_complex(y) * torch.complex(cos, sin))
@@ -297,7 +299,7 @@ class Attention(nn.Module):
         (B, h, length, d_h) and v, as wide, or for dva twice. at: x's places in it, a slice, or with mask (1, length) an int64 tensor (1,).
         """
         B, T, d = x.shape
-        qkv = self.c_attn(x).view(B, T, -1, d // self.n_head)                            # (B, T, 3h or 5h, d_h)
+        qkv = self.c_attn(x).unflatten(-1, (-1, d // self.n_head))                       # (B, T, 3h or 5h, d_h)
         qk, rest = qkv.split((2 * self.n_head, qkv.size(2) - 2 * self.n_head), 2)
         qk = qk if table is None else rope(qk, *table)
         q, k = qk.transpose(1, 2).split(self.n_head, 1)                                  # (B, h, T, d_h) each
@@ -515,6 +517,8 @@ class GPT(nn.Module):
         idx (B, T) of tokens at positions pos.. -> final normalised states (B, T, d). pos: a number, or for one token and with a cache
         an int64 tensor (1,), which makes every step of generation the same work on tensors of the same shapes.
         """
+        if idx.dim() != 2 or idx.size(1) == 0:
+            raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
         T, at, mask = idx.size(1), pos, None
         if isinstance(pos, torch.Tensor):
             mask = up_to(pos, cache[0][0].size(2), product_dtype(self.wte.weight))       # (1, positions)
@@ -562,8 +566,8 @@ class GPT(nn.Module):
         """
         size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
-        start = max(0, idx.size(1) - size)  # the window is idx[:, start:]
         uniform = draws(max_new_tokens, temperature, idx, generator)
+        start = max(0, idx.size(1) - size)  # the window is idx[:, start:]
         cache, done = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None, start
         token, new, at, u = idx[:, -1:].clone(), idx[:, -1:].clone(), idx.new_empty(1), uniform.new_empty(len(idx), 1)
         steps, stride = {}, 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
@@ -653,8 +657,8 @@ def sample(logits, temperature, top_k, u):
 def draws(n, temperature, idx, generator):
     """n times u for sample(), (n, B, 1), drawn at once: to draw each when it is wanted would make a GPU wait for the CPU at every token.
     temperature 0 draws none."""
-    if n < 0 or not idx.size(1):
-        raise ValueError(f"{n} tokens after a prompt of {idx.size(1)}: expected 0 or more after 1 or more")
+    if n < 0 or idx.dim() != 2 or not idx.size(1):
+        raise ValueError(f"{n} tokens after a prompt of shape {tuple(idx.shape)}: expected 0 or more after 1 or more, (B, T)")
     u = torch.zeros(n, len(idx), 1, dtype=torch.float64, device=generator.device)
     return (u.uniform_(generator=generator) if temperature else u).to(idx.device if idx.is_cuda else "cpu")
 

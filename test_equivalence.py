@@ -822,10 +822,13 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
     for wrong in ((q, q, long), (q, long, q), (q, q[:, :2], q[:, :2]), (q, q.reshape(4, 2, 3, 8), q.reshape(4, 2, 3, 8)), (long, q, q),
                   (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q), (q, q, q, q), (q, q, q, None, q)):
         refuses(lambda: attention(*wrong), "expected q, r (B, h, T, w)", "got q (2, 4, ")
-    idx = torch.zeros(1, 5, dtype=torch.int64)
+    idx, m = torch.zeros(1, 5, dtype=torch.int64), GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=11, block_size=5))
     for targets in (idx[:, :1], idx[0], idx.repeat(2, 1)):
-        refuses(lambda: GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=11, block_size=5))(idx, targets),
-                "targets have shape", "expected that of idx, (1, 5)")
+        refuses(lambda: m(idx, targets), "targets have shape", "expected that of idx, (1, 5)")
+    refuses(lambda: m(idx[0]), "idx has shape (5,)", "expected (B, T)")
+    refuses(lambda: m.generate(idx[0], 1), "of shape (5,)", "(B, T)")
+    refuses(lambda: model_py.rope(q, *torch.ones(2, 3, 1, 4).bfloat16()), "bfloat16", "cast_forward_inputs=False")  # they would be rounded
+    assert m(idx[:0]).shape == (0, 5, 11) and m(idx[:0], idx[:0]).isnan() and m.generate(idx[:0], 2).shape == (0, 7)
 
 
 @pytest.mark.parametrize("outer", [False, True])
