@@ -1192,7 +1192,11 @@ class LAMB(torch.optim.Optimizer):
                              f"betas in [0, 1), eps > 0, weight_decay >= 0")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm,
                                       min_trust=min_trust))
-        for p in (p for group in self.param_groups for p in group["params"]):
+
+    def add_param_group(self, group):
+        """As of any optimiser, which calls it for its first groups too."""
+        super().add_param_group(group)
+        for p in self.param_groups[-1]["params"]:
             if p.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"LAMB: got a parameter in {p.dtype}, expected fp32; use autocast for 16 bits")
 
@@ -1208,6 +1212,8 @@ class LAMB(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             g = [p.grad for p in w]
+            if any(t.is_sparse for t in g):
+                raise ValueError("LAMB: got a sparse gradient, expected dense ones; make the embedding with sparse=False")
             m = [self.state[p]["exp_avg"] for p in w]
             v = [self.state[p]["exp_avg_sq"] for p in w]
             beta1, beta2 = group["betas"]
