@@ -20,7 +20,7 @@ import pickle
 import sys
 import time
 import zipfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import lru_cache
 
@@ -1414,8 +1414,12 @@ def load_checkpoint(path, kind=None):
 
 
 def model_of(ckpt):
-    "The model of a checkpoint, on the CPU"
+    "The model of a checkpoint, on the CPU. ValueError, in one line, for that of another version of this file."
     Model, Config = {"GPT": (GPT, GPTConfig), "SHAQ": (SHAQ, SHAQConfig)}[ckpt["kind"]]
+    unknown = sorted(set(ckpt["config"]) - {f.name for f in fields(Config)})
+    if unknown:
+        raise ValueError(f"the checkpoint has settings that this model.py does not know ({', '.join(unknown)}): another version wrote it "
+                         f"(commit: {ckpt.get('versions', {}).get('git') or 'not recorded'}); sample with that one, or train anew")
     model = Model(Config(**ckpt["config"]))
     model.load_state_dict(ckpt["model"])
     return model
@@ -1439,7 +1443,8 @@ def main():
     ids = encode(ckpt["data"]["tokenizer"], os.fsencode(args.prompt).decode(errors="replace"))  # what was typed may be no UTF-8
     if not ids:
         die("--prompt is empty: give at least one character to continue")
-    model = model_of(ckpt).to(m.device)
+    with one_line():
+        model = model_of(ckpt).to(m.device)
     model = model.collapse() if ckpt["kind"] == "SHAQ" else model  # its value gates are constants by now
     out = model.generate(torch.tensor([ids], device=m.device), args.tokens, args.temperature, args.top_k,
                          generator=torch.Generator().manual_seed(args.seed))

@@ -1320,7 +1320,7 @@ def train(tmp_path, data_dir, capsys, monkeypatch, signals):
 
 
 def save_model(path, model, **more):
-    torch.save(dict(kind=type(model).__name__, config=asdict(model.config), model=model.state_dict(),
+    torch.save(dict(kind=type(model).__name__, config=dict(vars(model.config)), model=model.state_dict(),
                     data=dict(name="mine", tokenizer="byte"), **more), path)
 
 
@@ -1770,9 +1770,13 @@ def test_train_full_disk_is_said_and_leaves_nothing_half_written(data_dir, tmp_p
 
 
 def test_sample_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
-    save_model(tmp_path / "ckpt.pt", make(vocab_size=256))
+    m = make(vocab_size=256)
+    save_model(tmp_path / "ckpt.pt", m)
+    monkeypatch.setattr(m, "config", SimpleNamespace(n_expert=4, **asdict(m.config)))
+    save_model(tmp_path / "later.pt", m)
     monkeypatch.chdir(tmp_path)
     for status, flag, word in ((1, "--ckpt=none.pt", "none.pt does not exist"), (1, "--ckpt=.", "."), (1, "--prompt=", "--prompt"),
+                               (1, "--ckpt=later.pt", "(n_expert): another version"),
                                (2, "--top_k=-1", "top_k"), (2, "--temperature=-1", "temperature"), (2, "--tokens=-1", "tokens"),
                                (2, "--device=gpu", "device")):
         monkeypatch.setattr(sys, "argv", ["model.py", "--ckpt=ckpt.pt", "--device=cpu", flag])
