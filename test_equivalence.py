@@ -1633,8 +1633,9 @@ def test_train_compiled_processes_are_one(train, data_dir, tmp_path):
     assert not any("_orig_mod" in k for k in torch.load(tmp_path / "two/ckpt.pt", weights_only=True)["model"])
 
 
-def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp_path):
-    path = tmp_path / "out/ckpt.pt"
+def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp_path, monkeypatch):
+    path, left = tmp_path / "out/ckpt.pt", []
+    monkeypatch.setattr(model_py.Machine, "leave", lambda m: left.append(m))  # before the line: all processes go together
     train("--max_steps=3", "--lr=0.01")
     ckpt = load_checkpoint(str(path))
     torch.save(ckpt | dict(settings=ckpt["settings"] | dict(lr=1e30, min_lr=1e30)), path)
@@ -1643,13 +1644,16 @@ def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp
     one_line(train("--resume", "--eval_interval=1", "--max_steps=9"), "step 4: validation loss", "ckpt.pt stays as it was")
     assert path.read_bytes() == before  # the evaluation does not save it
     one_line(train("--lr=1e30", "--warmup_steps=0", "--eval_interval=100"), "step ", "no checkpoint yet")
-    assert not path.exists() and (tmp_path / "out/ckpt.pt.old").read_bytes() == before
+    assert not path.exists() and (tmp_path / "out/ckpt.pt.old").read_bytes() == before and len(left) == 4
 
 
 def test_train_goes_on_in_a_folder_that_was_moved(train, tmp_path, monkeypatch):
     train("--max_steps=3")
     os.rename(tmp_path / "out", tmp_path / "moved")
+    ckpt = load_checkpoint(str(tmp_path / "moved/ckpt.pt"))
+    torch.save(ckpt | dict(settings=ckpt["settings"] | dict(device="cuda")), tmp_path / "moved/ckpt.pt")  # as from another machine
     status, out, err, log = train("--resume", "--max_steps=4", "--micro_batch=2", "--eval_interval=2", "--eval_tokens=512", out="moved")
+    assert "--dtype and --compile stay as on cuda" in out
     assert status == 0 and list(losses(log)[0]) == [0, 1, 2, 3] and not (tmp_path / "out").exists()
     os.renames(tmp_path / "moved", tmp_path / "out/gpt")  # where it need not be named
     monkeypatch.chdir(tmp_path)

@@ -163,6 +163,8 @@ def main():
         # resumed: the same arithmetic as before, even if this machine would choose another
         dtype = ckpt["settings"]["dtype"] if ckpt else RECIPES.get(typed.get("size"), {}).get("dtype", "auto")
         m = machine(typed.get("device", "auto"), typed.get("dtype", dtype))
+    if ckpt and ckpt["settings"]["device"] != m.device.type:
+        m.note += f"; --dtype and --compile stay as on {ckpt['settings']['device']}, where the checkpoint was made, unless typed"
     say = report if m.rank == 0 else lambda text: None
 
     # set-up: settings, data
@@ -233,8 +235,13 @@ def main():
                      evaluated=evaluated == step, settings=s, data=source, versions=versions)
         return m.all(m.rank > 0 or write_or_warn(path, lambda f: torch.save(state, f)))
 
-    def kept():
-        return f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
+    def fail(what):
+        "On every rank: all have the same figures"
+        nonlocal net
+        net = None
+        m.leave()
+        kept = f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
+        die(f"{what}. Lower --lr or raise --warmup_steps; {kept}")
 
     # loop
     stop = StopSignal()
@@ -246,7 +253,7 @@ def main():
         if step != evaluated and (last or step % s["eval_interval"] == 0):
             val = evaluate(model, data.val, s["eval_tokens"], micro, m, s["eval_windows"])
             if not val < 700:  # too much for exp, or nan
-                die(f"step {step}: validation loss {val}. Lower --lr or raise --warmup_steps; {kept()}")
+                fail(f"step {step}: validation loss {val}")
             bits = val / np.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {unit}, perplexity {np.exp(val):.2f}, "
                 f"{bits:.4f} bits per byte")
@@ -283,7 +290,7 @@ def main():
         figures = m.mean(torch.cat((torch.stack((loss, norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device))))
         loss, norm, stopping, pace = figures.tolist()
         if not np.isfinite(loss + norm):
-            die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept()}")
+            fail(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}")
 
         now = time.perf_counter()
         dt, clock = now - clock, now

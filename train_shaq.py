@@ -190,6 +190,8 @@ def main():
             ckpt = load_checkpoint(path if resume else stage2, "SHAQ")
         # the same arithmetic as before, even if this machine would choose another
         m = machine(typed.get("device", "auto"), typed.get("dtype", ckpt["settings"]["dtype"] if ckpt else "auto"))
+    if ckpt and ckpt["settings"]["device"] != m.device.type:
+        m.note += f"; --dtype and --compile stay as on {ckpt['settings']['device']}, where the checkpoint was made, unless typed"
     say = report if m.rank == 0 else lambda text: None
 
     # set-up: settings, data
@@ -268,8 +270,13 @@ def main():
                        best=best, minutes=minutes, evaluated=evaluated == step, state=whole, settings=s, data=source, versions=versions)
         return m.all(m.rank > 0 or write_or_warn(where, lambda f: torch.save(content, f)))
 
-    def kept():
-        return f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
+    def fail(what):
+        "On every rank: all have the same figures"
+        nonlocal net
+        net = None
+        m.leave()
+        kept = f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
+        die(f"{what}. Lower --lr or raise --warmup_steps; {kept}")
 
     # loop
     stop = StopSignal()
@@ -281,7 +288,7 @@ def main():
         if step != evaluated and (last or step % s["eval_interval"] == 0):
             val = evaluate(model, data.val, s["eval_tokens"], s, m)
             if not val < 700:  # too much for exp, or nan
-                die(f"step {step}: validation loss {val}. Lower --lr or raise --warmup_steps; {kept()}")
+                fail(f"step {step}: validation loss {val}")
             bpc = val / math.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {unit}, perplexity {math.exp(val):.2f}, "
                 f"{bpc:.4f} bits per byte (bpc)")
@@ -318,7 +325,7 @@ def main():
         figures = torch.cat((torch.stack((loss.detach(), norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
         loss, norm, stopping, pace = m.mean(figures).tolist()
         if not math.isfinite(loss + norm):
-            die(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}. Lower --lr or raise --warmup_steps; {kept()}")
+            fail(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}")
         at += T
         if at >= length:  # the next epoch starts with nothing remembered
             at, epoch, state = 0, epoch + 1, None
