@@ -233,7 +233,7 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
     if T > 1 and mask is not None:
         raise ValueError(f"attention is causal: a mask goes with one query, and here are {T}")
-    if (not q.shape[:2] == k.shape[:2] == v.shape[:2] or v.size(2) != S or S < T or
+    if (not q.dim() == k.dim() == v.dim() == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2] or v.size(2) != S or S < T or
             (r is None) != (u is None) or r is not None and (r.shape, u.shape) != (q.shape, k.shape)):
         raise ValueError("attention: expected q, r (B, h, T, w), k, u (B, h, S, w), v (B, h, S, any), S >= T, r and u or neither; got "
                          + ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip("qkvru", (q, k, v, r, u)) if t is not None))
