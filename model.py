@@ -392,22 +392,22 @@ class HeadLoss(torch.autograd.Function):
         up = down = 1.0
         if dtype == torch.float16:  # most of a large vocabulary's p are below its range, and the sum over rows of p^T x can be above it
             n, up, down = min(n, 4096), 2.0 ** 7, 2.0 ** 10
-        left_out = (targets == -100)[:, None]                                            # (N, 1)
-        x_, w_, targets = x.to(dtype).masked_fill(left_out, 0), weight.to(dtype), targets.masked_fill(left_out[:, 0], 0)
-        grads, count = grads and any(ctx.needs_input_grad), (~left_out).sum()
+        x_, w_, counts = x.to(dtype), weight.to(dtype), targets != -100
+        grads, targets, count = grads and any(ctx.needs_input_grad), targets.masked_fill(~counts, 0), counts.sum()
         loss, dx, dw = 0.0, torch.empty_like(x_) if grads else None, None
         for i in range(0, max(1, len(x)), n):
             logits = (x_[i:i + n] @ w_.T).float() if dtype != torch.float64 else x_[i:i + n] @ w_.T
-            target = targets[i:i + n, None]
+            target, seen = targets[i:i + n, None], counts[i:i + n, None]
             top = logits.amax(-1, keepdim=True)
             lse = (logits - top).exp_().sum(-1, keepdim=True).log_() + top  # logsumexp, spelt so that the compiler reads logits once for it
-            loss = loss + (lse - logits.gather(1, target)).masked_fill(left_out[i:i + n], 0).sum()
+            loss = loss + (lse - logits.gather(1, target)).masked_fill(~seen, 0).sum()
             if grads:
+                lse = lse.masked_fill(~seen, math.inf)                                   # no gradient: e^-inf = 0
                 if torch.compiler.is_compiling():  # one kernel; a scatter would write and read all of p in fp32 before it
-                    p = (logits - lse).exp() - (target == torch.arange(len(weight), device=x.device)).to(logits.dtype)
+                    p = (logits - lse).exp() - (seen & (target == torch.arange(len(weight), device=x.device))).to(logits.dtype)
                 else:
                     p = logits.sub_(lse).exp_()                                          # softmax
-                    p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
+                    p.scatter_add_(1, target, -seen.to(p.dtype))
                 p = (p * up if up > 1 else p).to(dtype)                                  # d loss / d logits, times N up
                 torch.mm(p, w_, out=dx[i:i + n])
                 part = p.T @ (x_[i:i + n] / down if down > 1 else x_[i:i + n])
@@ -416,7 +416,7 @@ class HeadLoss(torch.autograd.Function):
                 else:
                     dw.add_(part)
         if grads:
-            ctx.save_for_backward(dx.masked_fill_(left_out, 0), dw, count)
+            ctx.save_for_backward(dx, dw, count)
             ctx.dtypes, ctx.scales = (x.dtype, weight.dtype), (1 / up, down / up)
         return loss / count
 
