@@ -813,10 +813,9 @@ def _as_rows(name, x, what="x"):
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _check_meta(name, *tensors):  # one of them there, and PyTorch would return memory that nothing has written, without a word
-    devices = [str(t.device) for t in tensors]
-    if "meta" in devices and len(set(devices)) > 1:
-        raise ValueError(f"{name}: its tensors are on {', '.join(devices)}: one was made on the meta device and never given numbers")
+def _check_meta(name, *tensors):  # PyTorch would run such a call for its shapes alone, and return memory that nothing has written
+    if len({t.is_meta for t in tensors}) == 2:
+        raise ValueError(f"{name}: its tensors are on {', '.join(str(t.device) for t in tensors)}: those on meta hold no numbers yet")
 
 
 def hadamard_transform(x, scale=1.0):
