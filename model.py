@@ -425,7 +425,8 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, g):
         *grads, count = ctx.saved_tensors
         dx, dw = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in grads)
-        gx, gw = (g / count * s for s in ctx.scales)  # in fp32, into which a loss scaled up for fp16 fits
+        g = g / count.clamp(min=1)  # where none counts the loss is nan and the gradients are 0
+        gx, gw = (g * s for s in ctx.scales)  # in fp32, into which a loss scaled up for fp16 fits
         return (dx * gx).to(ctx.dtypes[0]), (dw * gw).to(ctx.dtypes[1]), None, None
 
 

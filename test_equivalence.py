@@ -1005,6 +1005,10 @@ def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
         assert error(loss.detach(), exact.detach()) < 1e-12
         for a, b in zip(torch.autograd.grad(3 * loss, (x, w)), torch.autograd.grad(3 * exact, (x, w))):
             assert error(a, b) < 1e-12
+    for rows in (0, 10):  # none, or none that counts: nan, and gradients that leave others' as they are
+        x, w, y = randn(rows, 6, grad=True), randn(7, 6, grad=True), torch.full((rows,), -100)
+        loss = model_py.HeadLoss.apply(x, w, y, True)
+        assert loss.isnan() and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
     x, w, y = torch.randn(1000, 6), torch.randn(7, 6, requires_grad=True), torch.randint(0, 7, (1000,))
     with torch.autocast("cpu", torch.bfloat16):
         loss = model_py.HeadLoss.apply(x, w, y, True)
