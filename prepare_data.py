@@ -83,9 +83,10 @@ def run(main, again=""):
     except KeyboardInterrupt:
         die("interrupted" + again, 130)
     except (MemoryError, RuntimeError) as e:  # PyTorch's own are RuntimeErrors
-        if not isinstance(e, MemoryError) and not re.search("out of memory|can't allocate memory|C[+ ]+compiler|working triton", str(e)):
+        if not isinstance(e, MemoryError) and not re.search(r"out of memory|can't allocate memory|C\+* compiler|working triton", str(e)):
             raise
-        die("torch.compile and Triton want a C++ compiler: install g++, or without Triton take --compile=0" if "compiler" in str(e) else
+        die("torch.compile wants a C++ compiler: install g++, or take --compile=0" if "C++ compiler" in str(e) else
+            "Triton wants a C compiler: install gcc" if "C compiler" in str(e) else
             "torch.compile wants Triton on a GPU: install it, or take --compile=0" if "working triton" in str(e) else
             f"out of memory: take a smaller model, batch, window or file ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
     except OSError as e:
