@@ -1248,9 +1248,10 @@ def bench_eval(args):
         die(f"eval needs EleutherAI's harness ({e.name or e} is missing): pip install lm_eval")
     with one_line():
         ckpt = load_checkpoint(args.ckpt)
-        model = model_of(ckpt)
     if ckpt["kind"] != "GPT":
         die(f"{args.ckpt} is a checkpoint of train_shaq.py: eval takes one of train_gpt.py")
+    with one_line():
+        model = model_of(ckpt)
 
     class Harness(Scorer, LM):
         def generate_until(self, requests):

@@ -1392,7 +1392,7 @@ def param_groups(model, weight_decay, decay="matrices"):
 
 
 def load_checkpoint(path, kind=None):
-    "-> the checkpoint, a dict. ValueError in one line for a file that is none of ours, or not of this kind (GPT | SHAQ)."
+    "-> the checkpoint, a dict. ValueError in one line: none of ours, of another version, or not of this kind (GPT | SHAQ)."
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(ckpt, dict) or ckpt.get("kind") not in ("GPT", "SHAQ") or not {"config", "model", "data"} <= set(ckpt):
@@ -1411,16 +1411,16 @@ def load_checkpoint(path, kind=None):
     if kind not in (None, ckpt["kind"]):
         raise ValueError(f"{path} is a checkpoint of {'train_shaq.py' if kind == 'GPT' else 'train_gpt.py'}: "
                          "go on with it there, or name another")
+    unknown = sorted(set(ckpt["config"]) - {f.name for f in fields(GPTConfig if ckpt["kind"] == "GPT" else SHAQConfig)})
+    if unknown:
+        raise ValueError(f"{path} has settings that this model.py does not know ({', '.join(unknown)}): another version wrote it "
+                         f"(commit: {ckpt.get('versions', {}).get('git') or 'not recorded'}); take that one, or train anew")
     return ckpt
 
 
 def model_of(ckpt):
-    "The model of a checkpoint, on the CPU. ValueError, in one line, for that of another version of this file."
+    "The model of a checkpoint, on the CPU"
     Model, Config = {"GPT": (GPT, GPTConfig), "SHAQ": (SHAQ, SHAQConfig)}[ckpt["kind"]]
-    unknown = sorted(set(ckpt["config"]) - {f.name for f in fields(Config)})
-    if unknown:
-        raise ValueError(f"the checkpoint has settings that this model.py does not know ({', '.join(unknown)}): another version wrote it "
-                         f"(commit: {ckpt.get('versions', {}).get('git') or 'not recorded'}); sample with that one, or train anew")
     model = Model(Config(**ckpt["config"]))
     model.load_state_dict(ckpt["model"])
     return model

@@ -1737,6 +1737,10 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     assert not (tmp_path / "ran").exists()
     save_model(path, tiny_shaq())
     one_line(train("--resume"), "ckpt.pt", "train_shaq.py")
+    path.write_bytes(good)
+    ckpt = load_checkpoint(str(path))
+    torch.save(ckpt | dict(config=ckpt["config"] | dict(n_expert=4)), path)  # left out, it would be another model
+    one_line(train("--resume"), "ckpt.pt", "(n_expert): another version")
 
 
 class Code:
