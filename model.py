@@ -701,9 +701,9 @@ def fold_hadamard(model):
         raise ValueError(f"fold_hadamard takes attn_out='hadamard' with a head count and head width that are Hadamard orders; got "
                          f"attn_out={c.attn_out!r}, {c.n_head} heads of {c.n_embd // c.n_head}")
     with torch.device("meta"):  # no weights are drawn: sampling or training around this goes on as without it
-        folded = GPT(replace(c, attn_out="head_hadamard"))
-    pairs = zip(folded.named_parameters(), model.parameters(), strict=True)  # torch.compile() puts a word before each name
-    folded.load_state_dict({name: q.clone() for (name, _), q in pairs}, strict=False, assign=True)  # each in its own dtype
+        folded = GPT(replace(c, attn_out="head_hadamard", tie_weights=getattr(model.lm_head, "weight", 0) is model.wte.weight))
+    state = {name.replace("_orig_mod.", ""): p.clone() for name, p in model.state_dict().items()}  # torch.compile()'s prefix
+    folded.load_state_dict(state, assign=True)  # each in its own dtype; strict: a part put there later would be lost
     for p, q in zip(folded.parameters(), model.parameters()):
         p.requires_grad_(q.requires_grad)
     d_h = c.n_embd // c.n_head

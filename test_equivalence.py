@@ -790,6 +790,11 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     state = torch.get_rng_state()
     assert fold_hadamard(m.train()).training and torch.equal(torch.get_rng_state(), state)
     assert not any(p.requires_grad for p in fold_hadamard(m.requires_grad_(False)).parameters())
+    m.lm_head = copy.deepcopy(m.lm_head)
+    assert not fold_hadamard(m).config.tie_weights
+    m.lm_head = nn.Sequential(m.lm_head, nn.Tanh())  # as many parameters as before
+    with pytest.raises(RuntimeError, match="lm_head.0.weight"):
+        fold_hadamard(m)
 
 
 # -----------------------------------------------------------------------------
