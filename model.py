@@ -1195,7 +1195,7 @@ class LAMB(torch.optim.Optimizer):
                                       min_trust=min_trust))
 
     def add_param_group(self, group):
-        """As of any optimiser, which calls it for its first groups too."""
+        """Optimizer.__init__ calls this for each of params, too."""
         super().add_param_group(group)
         for p in self.param_groups[-1]["params"]:
             if p.dtype not in (torch.float32, torch.float64):
