@@ -26,6 +26,11 @@ except ImportError:  # Windows, macOS, CPU-only installs: every operator below s
     triton = None
 
 
+def _check_meta(name, *tensors):  # PyTorch would run such a call for its shapes alone, and return memory that nothing has written
+    if len({t.is_meta for t in tensors}) == 2:
+        raise ValueError(f"{name}: its tensors are on {', '.join(str(t.device) for t in tensors)}: those on meta hold no numbers yet")
+
+
 def _reverse_mode_only(name):
     if torch.autograd.forward_ad._current_level >= 0:  # torch.library would answer with tangents of zero, and say nothing
         raise NotImplementedError(f"{name} has derivatives in reverse mode only: take torch.autograd.grad, not jvp or jacfwd")
@@ -813,11 +818,6 @@ def _as_rows(name, x, what="x"):
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _check_meta(name, *tensors):  # PyTorch would run such a call for its shapes alone, and return memory that nothing has written
-    if len({t.is_meta for t in tensors}) == 2:
-        raise ValueError(f"{name}: its tensors are on {', '.join(str(t.device) for t in tensors)}: those on meta hold no numbers yet")
-
-
 def hadamard_transform(x, scale=1.0):
     """
     scale * (x @ H) over the last dimension, H = hadamard_matrix(x.shape[-1]).
@@ -1307,6 +1307,7 @@ def _fo_pool(name, banks, H, c0):
     if c0 is not None and (c0.shape != (x.size(0), H) or c0.dtype != state):
         raise ValueError(f"{name}: c0 must be {state} of shape ({x.size(0)}, {H}), got {c0.dtype} of shape "
                          f"{tuple(c0.shape)}; pass the c_last of the window before, or None for zeros")
+    _check_meta(name, *banks, *([] if c0 is None else [c0]))
     h, c_last, _ = torch.ops.kernels.fo_pool(banks, c0)
     return h, c_last
 

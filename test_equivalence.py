@@ -2067,6 +2067,7 @@ def test_fopool_errors_are_one_line():
                        (lambda: kernels.qrnn_pool(x, x[:, 0]), ValueError),
                        (lambda: kernels.qrnn_pool(x.bfloat16(), torch.zeros(2, 2).bfloat16()), ValueError)):
         assert re.search("got .*; ", refuses(call, kind=kind))
+    refuses(lambda: kernels.qrnn_pool(x, torch.empty(2, 2, device="meta")), "cpu, meta")
 
 
 def test_fopool_sigmoid_in_ptx_has_the_right_constants():
