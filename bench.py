@@ -510,7 +510,7 @@ def paper_quality(kind, t):
     ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
     ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
     ("points", dict(type=number(int, 1), default=10, help="evaluations a run")),
-    ("compile", dict(type=flag01, default=gpu, help="torch.compile (default 1 on a GPU)"))))
+    ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile (default 1 on a GPU, with Triton)"))))
 def bench_compare(args):
     """Two or more variants on the same data in the same order, from the same initial values of the weights they share, with k seeds.
     The first is the baseline: each other's loss minus its loss, seed by seed, is averaged, and its standard error is that over seeds.
@@ -892,7 +892,8 @@ def speed_flags(gpu, batch, T):
     return (("sizes", dict(type=names, default="tiny,small,base,large" if gpu else "nano", help=", ".join(GPTS))),
             ("batch", dict(type=numbers, default=batch, help="one or a list")),
             ("T", dict(type=numbers, default=T, help="tokens of the prompt, one or a list")),
-            ("compile", dict(type=listed(flag01), default="0,1" if gpu else "0", help="torch.compile of the blocks: 0, 1 or 0,1")),
+            ("compile", dict(type=listed(flag01), default="0,1" if gpu and kernels.triton else "0",
+                             help="torch.compile of the blocks: 0, 1 or 0,1")),
             ("runs", dict(type=number(int, 1), default=3, help="latency is their mean and standard deviation")))
 
 

@@ -231,6 +231,8 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     dtype. One query, T = 1, also takes a mask (1, S) in the dtype of q: 0 where it may look, -inf elsewhere.
     """
     T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
+    if not 0 <= dropout < 1:
+        raise ValueError(f"attention: dropout={dropout}: expected 0 to below 1")
     if T > 1 and mask is not None:
         raise ValueError(f"attention is causal: a mask goes with one query, and here are {T}")
     if (not q.dim() == k.dim() == v.dim() == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2] or v.size(2) != S or S < T or
@@ -548,7 +550,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.lm_head(x)
         if type(self.lm_head) is not nn.Linear or self.lm_head.bias is not None:  # one put there later, more than a matrix
-            return F.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
+            return cross_entropy(self.lm_head(x), targets)
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
     def new_cache(self, batch, length=None):
@@ -614,6 +616,11 @@ class GPT(nn.Module):
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
         head = c.vocab_size * c.n_embd if c.tie_weights else 0
         return 6 * (weights + head) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
+
+
+def cross_entropy(logits, targets):
+    "Mean over targets (B, T) that are not -100, in nats, of logits (B, T, V); in fp32 or wider"
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), targets.flatten())
 
 
 def breakdown(model, parts):
@@ -1085,7 +1092,7 @@ class SHAQ(nn.Module):
         logits = F.linear(self.drop(h), self.wte.weight, self.decoder_bias)     # (B, T, V)
         if targets is None:
             return logits, new_state
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), new_state
+        return cross_entropy(logits, targets), new_state
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, state=None, generator=None):
         """Continue idx (B, T) int64 by max_new_tokens, one step each -> idx (B, T + max_new_tokens), state.

@@ -827,6 +827,7 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
     for wrong in ((q, q, long), (q, long, q), (q, q[:, :2], q[:, :2]), (q, q.reshape(4, 2, 3, 8), q.reshape(4, 2, 3, 8)), (long, q, q),
                   (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q), (q, q, q, q), (q, q, q, None, q)):
         refuses(lambda: attention(*wrong), "expected q, r (B, h, T, w)", "got q (2, 4, ")
+    refuses(lambda: attention(q, q, q, dropout=1.0), "dropout=1.0", "below 1")  # blocks divide by 1 - dropout
     refuses(lambda: attention(q[0], q[0], q[0]), "expected q, r (B, h, T, w)", "got q (4, 3, 8)")
     idx, m = torch.zeros(1, 5, dtype=torch.int64), GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=11, block_size=5))
     for targets in (idx[:, :1], idx[0], idx.repeat(2, 1)):
@@ -1046,6 +1047,8 @@ def test_gpt_loss_is_that_of_its_logits_whatever_head_it_was_given():
         m.lm_head = head
         m.load_state_dict(m.state_dict())
         torch.testing.assert_close(m(idx, idx), F.cross_entropy(m(idx).flatten(0, 1), idx.flatten()))
+        wide = copy.deepcopy(m).double()  # it used to be rounded to fp32
+        torch.testing.assert_close(wide(idx, idx), F.cross_entropy(wide(idx).flatten(0, 1), idx.flatten()), rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("attn, pos, out", [("mha", "rope", "hadamard"), ("mha", "learned", "dense"), ("dva", "rope", "dense"),
@@ -1413,6 +1416,10 @@ def test_train_defaults_are_for_a_laptop_but_on_cuda(device, size, width, monkey
     for script in (train_gpt, train_shaq):
         monkeypatch.setattr(script, "triton", None)  # a GPU under Windows: torch.compile could make nothing for it
         assert not script.settle({}, {}, m)[0]["compile"]
+    for there in (None, kernels):
+        monkeypatch.setattr(kernels, "triton", there)
+        assert bool(bench.parse("compare", [], device == "cuda").compile) == (device == "cuda" and there is not None)
+        assert bench.parse("prefill", [], device == "cuda").compile == ([0, 1] if device == "cuda" and there else [0])
 
 
 def test_train_clips_beside_frozen_parameters_and_evaluation_leaves_each_mode():
@@ -2174,6 +2181,13 @@ def test_shaq_windows_cut_anywhere_give_one_sequence(preset):
             torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-5, atol=1e-5)
             for a, b in zip(tensors(state), tensors(whole_state), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_shaq_loss_is_that_of_its_logits():
+    for dtype, rtol in ((torch.float32, 1e-6), (torch.float64, 1e-14)):  # the second used to be rounded to the first
+        model, idx = tiny_shaq("shaq").to(dtype), torch.randint(11, (3, 24))
+        exact = F.cross_entropy(model(idx)[0].flatten(0, 1), idx.flatten())
+        torch.testing.assert_close(model(idx, idx)[0], exact, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("gates", [True, False])
