@@ -25,10 +25,12 @@ import multiprocessing
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict
 from concurrent.futures import ProcessPoolExecutor
@@ -798,14 +800,25 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
                            ops=[op for _, op, _ in lines], each=len(lines) * each, loop=loop * each)
 
 
+def follow_parent():
+    "For a process of compilers(): Ctrl-C, which all of them get, is its parent's to answer, and it ends when that does"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=lambda: os._exit(multiprocessing.parent_process().join() or 1), daemon=True).start()
+
+
 @contextlib.contextmanager
 def compilers(workers):
     "Processes for code_of, which must not have the interpreter in the compiler's place"
     before = os.environ.copy()
     os.environ.update(TRITON_INTERPRET="0", TRITON_DEFAULT_FP_FUSION="1")
     try:
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            yield pool
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), follow_parent) as pool:
+            try:
+                yield pool
+            except BaseException:  # Ctrl-C, a failure: else all that was submitted would be waited for, minutes
+                for process in multiprocessing.active_children():
+                    process.kill()
+                raise
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -839,7 +852,6 @@ def bench_code(args):
                 try:
                     c = job.result()
                 except Exception as e:
-                    pool.shutdown(wait=False, cancel_futures=True)
                     die(f"Triton could not compile {name} for sm_{args.sm} ({(str(e).strip() or type(e).__name__).splitlines()[0]})")
                 n += 1
                 progress(n, sum(map(len, jobs)), start_time, "compiling", unit="kernels", scale=1)

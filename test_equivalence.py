@@ -3485,6 +3485,26 @@ def common(bench_data, text):
     return f"--set={text},dataset=words,data_dir={bench_data}"
 
 
+def test_bench_code_ends_at_once_on_ctrl_c_and_leaves_no_process_behind():
+    "It used to wait for all kernels that were still to be compiled, minutes; and processes outlived one that was killed"
+    script = """if True:
+        import bench, os, time
+        try:
+            with bench.compilers(1) as pool:
+                pool.submit(os.getpid).result()
+                jobs = [pool.submit(time.sleep, 60) for _ in range(3)]
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            pass
+        with bench.compilers(1) as pool:
+            pool.submit(os.getpid).result()
+            pool.submit(time.sleep, 120)
+            os.kill(os.getpid(), 9)
+    """
+    done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, timeout=90)  # to the last who holds these pipes
+    assert done.returncode == -9, done.stderr
+
+
 def test_bench_params_are_the_papers(tmp_path, capsys):
     rows = {r["name"]: r for r in bench_run(tmp_path, "params")}
     assert rows["tiny, dense"]["measured"] == 123_701_760 and rows["xxl_v1, hadamard"]["measured"] == 5_139_634_176
