@@ -1496,6 +1496,21 @@ def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path):
     assert log[-1]["val_loss"] == pytest.approx(wanted)
 
 
+def test_train_flags_reach_the_model_the_optimiser_and_the_data(train, tmp_path, monkeypatch):
+    model = dict(n_layer=2, n_head=1, n_embd=16, block_size=16, attn="dva", attn_out="dense", mlp="gelu", pos="learned", norm="rmsnorm",
+                 bias=False, tie_weights=False, dropout=0.2, init="torch")
+    flags = [f"--{k}={int(v) if isinstance(v, bool) else v}" for k, v in model.items()]
+    windows = unittest.mock.Mock(wraps=train_gpt.Windows)
+    monkeypatch.setattr(train_gpt, "Windows", windows)
+    first, *log = train(*flags, "--schedule=constant", "--weight_decay=0.3", "--grad_clip=1e-3", "--max_steps=1", "--warmup_steps=0",
+                        "--seed=2")[3]
+    assert {k: first["config"][k] for k in model} == model and windows.call_args.args[3] == 2
+    optimizer = torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["optimizer"]
+    assert [(g["weight_decay"], g["lr"], g["betas"]) for g in optimizer["param_groups"]] == [(w, 0.01, (0.9, 0.95)) for w in (0.3, 0.0)]
+    clipped = torch.cat([s["exp_avg"].flatten() for s in optimizer["state"].values()]).norm().item() / (1 - 0.9)
+    assert clipped == pytest.approx(1e-3, rel=1e-2) and log[1]["norm"] > 0.1  # what is said is the norm before
+
+
 def test_train_length_and_intervals_hang_on_the_model(train, monkeypatch):
     monkeypatch.setattr(train_gpt, "StopSignal", lambda: SimpleNamespace(number=15))
     first, *_ = train("--size=tiny", keep=SHAPE + " batch_tokens dtype")[3]
