@@ -2810,15 +2810,19 @@ def test_train_shaq_compiled_is_not_compiled(train_shaq_here, tmp_path, monkeypa
 
 
 def test_train_shaq_flags_reach_the_model(train_shaq_here, tmp_path):
-    model = dict(rnn="qrnn", ff="ffn", memory="mean", gates=False, rnn_residual=True, n_layer=2, n_head=2, attn_layers=[1, 2])
+    model = dict(rnn="qrnn", ff="ffn", memory="mean", gates=False, rnn_residual=True, n_layer=2, n_head=2, attn_layers=[1, 2],
+                 n_embd=24, mem_len=30, dropout=0.3)
     flags = [f"--{k}={int(v) if isinstance(v, bool) else '1,2' if k == 'attn_layers' else v}" for k, v in model.items()]
-    train_shaq_here(*flags, "--preset=sharnn", "--max_steps=3", "--lr=1e-3", "--min_lr=1e-4", "--warmup_steps=1", "--seed=3",
+    train_shaq_here(*flags, "--preset=sharnn", "--max_steps=3", "--lr=1e-3", "--min_lr=3e-4", "--warmup_steps=1", "--seed=3",
                     "--weight_decay=0.1", "--grad_clip=0", f"--out_dir={tmp_path / 'flags'}")
     first, *rest = records(tmp_path / "flags")
-    assert {k: first["config"][k] for k in model} == model
-    assert [r["lr"] for r in rest if "lr" in r] == pytest.approx([1e-3, 1e-3, 1e-4])
-    state = torch.load(tmp_path / "flags/ckpt.pt", weights_only=True)["optimizer"]["state"]
-    assert all(s["exp_avg"].any() for s in state.values())  # grad_clip=0 is no clipping, not no gradient
+    assert {k: first["config"][k] for k in model} == model and first["config"]["mean_window"] == 20 and first["config"]["vocab_size"] == 256
+    assert [r["lr"] for r in rest if "lr" in r] == pytest.approx([1e-3, 1e-3, 3e-4])
+    optimizer = torch.load(tmp_path / "flags/ckpt.pt", weights_only=True)["optimizer"]
+    moments = [s["exp_avg"] for s in optimizer["state"].values()]
+    assert all(t.any() for t in moments)  # grad_clip=0 is no clipping, not no gradient
+    assert torch.cat([t.flatten() for t in moments]).norm() > 0.25 * (1 - 0.9 ** 3)  # more than the default lets through
+    assert [g["weight_decay"] for g in optimizer["param_groups"]] == [0.1]
 
 
 SAMPLES = """
