@@ -1496,6 +1496,23 @@ def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path):
     assert log[-1]["val_loss"] == pytest.approx(wanted)
 
 
+def test_train_settings_are_the_papers():
+    "What no typed flag changes: [1, table 2]'s, the book's [2] and SHA-RNN's [3]; a preset is taken"
+    def settled(script, keys, **typed):
+        s, c = script.settle(typed, {}, SimpleNamespace(device=torch.device("cuda")))
+        return [(s | c)[k] for k in keys.split()]
+
+    keys = "batch_tokens lr n_head betas weight_decay decay grad_clip schedule eval_windows max_minutes"
+    for size, *own in (("tiny", 2**18, 6e-4, 12), ("small", 2**18, 3e-4, 16), ("base", 2**19, 2.5e-4, 16), ("large", 2**20, 2e-4, 16),
+                       ("medium_v1", 2**20, 2e-4, 16), ("xl_v1", 2**20, 2e-4, 20), ("xxl_v1", 2**20, 2e-4, 24)):
+        assert settled(train_gpt, keys, size=size) == own + [(0.9, 0.95), 0.1, "matrices", 1.0, "cosine", "spread", 0.0]
+    keys = "max_steps batch_tokens eval_tokens eval_interval seed grad_clip weight_decay dropout dataset n_head"
+    for size, n_head in (("gpt2_book", 12), ("dva_book", 1)):  # 5 epochs of 1,512 steps of 2 windows of 256, evaluated on 5 such steps
+        assert settled(train_gpt, keys, size=size) == [5 * 1512, 2 * 256, 5 * 2 * 256, 100, 123, 0.0, 0.1, 0.1, "warandpeace", n_head]
+    keys = "attn_layers optimizer lr warmup_steps weight_decay grad_clip epochs schedule batch bptt mem_len dropout max_minutes"
+    assert settled(train_shaq, keys, preset="attn2") == [(2,), "lamb", 2e-3, 800, 1.2e-6, 0.25, 32, "constant", 16, 1024, 5000, 0.1, 0.0]
+
+
 def test_train_flags_reach_the_model_the_optimiser_and_the_data(train, tmp_path, monkeypatch):
     model = dict(n_layer=2, n_head=1, n_embd=16, block_size=16, attn="dva", attn_out="dense", mlp="gelu", pos="learned", norm="rmsnorm",
                  bias=False, tie_weights=False, dropout=0.2, init="torch")
