@@ -1479,7 +1479,8 @@ def test_train_logs_what_it_says(train, tmp_path, data_dir, monkeypatch):
         else:
             assert r["bits_per_byte"] == pytest.approx(r["val_loss"] / math.log(2) / 3)
             assert r["perplexity"] == pytest.approx(math.exp(r["val_loss"]))
-    train("--seed=2", out="other")
+    other = train("--seed=2", "--min_lr=0.004", out="other")[3]
+    assert [r["lr"] for r in other if "lr" in r] == pytest.approx([lr_at(i, 0.01, 0.004, 2, 6) for i in range(6)])
     assert len(set(seeds)) == len(seeds) == 2 * 7
 
 
@@ -1710,6 +1711,24 @@ def test_train_goes_on_in_a_folder_that_was_moved(train, tmp_path, monkeypatch):
     train_gpt.main()
     assert list(losses(records(tmp_path / "out/gpt"))[0]) == [0, 1, 2, 3, 4] and not (tmp_path / "moved").exists()
     assert "ckpt.pt.old" in train("--max_steps=0", out="out/gpt")[1] and (tmp_path / "out/gpt/ckpt.pt.old").exists()
+
+
+def test_train_dtype_is_that_of_training_and_evaluation_and_stays(train, train_shaq_here, tmp_path):
+    for kind, run in (("gpt", train), ("shaq", lambda *flags, out: train_shaq_here(*flags, f"--out_dir={tmp_path / out}"))):
+        for dtype in ("float32", "bfloat16"):
+            run("--max_steps=1", f"--dtype={dtype}", out=kind + dtype)
+        low, high = (losses(records(tmp_path / (kind + dtype))) for dtype in ("float32", "bfloat16"))
+        assert all(a[0] != b[0] for a, b in zip(low, high))  # the same weights, batch and dropout
+        run("--resume", "--max_steps=2", out=kind + "bfloat16")
+        assert ["bfloat16, as asked" in r["machine"] for r in records(tmp_path / (kind + "bfloat16")) if "machine" in r] == [True] * 2
+
+
+def test_train_seed_draws_the_first_weights():
+    m, data = machine("cpu", "float32"), SimpleNamespace(vocab_size=256)
+    for script in (train_gpt, train_shaq):
+        one, again, other = (script.build(*script.settle(dict(n_layer=1, n_head=1, n_embd=8, attn_layers=(1,), seed=seed), {}, m), data, m)[0]
+                             for seed in (2, 2, 3))
+        assert torch.equal(one.wte.weight, again.wte.weight) and not torch.equal(one.wte.weight, other.wte.weight)
 
 
 BAD_FLAGS = [
