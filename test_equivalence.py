@@ -62,6 +62,7 @@ torch.set_num_threads(1)  # what is computed here is so small that threads cost 
 machine("cpu", "float32")  # as in the scripts, freed memory is kept: a matrix of 64 MB costs half of the time that fresh pages do
 os.environ["OMP_NUM_THREADS"] = "1"  # nor in the processes that tests start; bit for bit wants equally many
 GPU = torch.device("cuda")
+ABSENT = "mps" if torch.cuda.is_available() else "cuda"  # a device that is not there
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is for Linux only")
 LAYERS = [(64, 1, False), (48, 1, False), (96, 8, False), (1536, 16, False), (48, 12, True), (96, 4, True)]  # width, heads, heads_only
@@ -1724,10 +1725,9 @@ def test_train_dtype_is_that_of_training_and_evaluation_and_stays(train, train_s
 
 
 def test_train_seed_draws_the_first_weights():
-    m, data = machine("cpu", "float32"), SimpleNamespace(vocab_size=256)
+    m, data, small = machine("cpu", "float32"), SimpleNamespace(vocab_size=256), dict(n_layer=1, n_head=1, n_embd=8, attn_layers=(1,))
     for script in (train_gpt, train_shaq):
-        one, again, other = (script.build(*script.settle(dict(n_layer=1, n_head=1, n_embd=8, attn_layers=(1,), seed=seed), {}, m), data, m)[0]
-                             for seed in (2, 2, 3))
+        one, again, other = (script.build(*script.settle(small | dict(seed=seed), {}, m), data, m)[0] for seed in (2, 2, 3))
         assert torch.equal(one.wte.weight, again.wte.weight) and not torch.equal(one.wte.weight, other.wte.weight)
 
 
@@ -1742,6 +1742,7 @@ BAD_FLAGS = [
     (1, ["--dropout=1"], ["dropout"]), (2, ["--lr=inf"], ["--lr", "inf"]), (2, [f"--seed={2**70}"], ["--seed"]),
     (1, ["--dataset=minee"], ["minee", "not prepared", "--input FILE... --name minee"]),
     (1, ["--dataset=enwik8"], ["python prepare_data.py enwik8"]), (1, ["--resume"], ["ckpt.pt", "does not exist"]),
+    (1, [f"--device={ABSENT}"], ["take --device=cpu"]),
 ]
 BAD_FLAGS += [(2, [flag], [flag.split("=")[0]]) for flag in (
     "--batch_tokens=0", "--micro_batch=0", "--micro_batch=-4", "--block_size=0", "--n_head=0", "--n_embd=0", "--n_layer=0",
@@ -1854,7 +1855,7 @@ def test_sample_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
     for status, flag, word in ((1, "--ckpt=none.pt", "none.pt does not exist"), (1, "--ckpt=.", "."), (1, "--prompt=", "--prompt"),
                                (1, "--ckpt=later.pt", "(n_expert): another version"),
                                (2, "--top_k=-1", "top_k"), (2, "--temperature=-1", "temperature"), (2, "--tokens=-1", "tokens"),
-                               (2, "--device=gpu", "device")):
+                               (2, "--device=gpu", "device"), (1, f"--device={ABSENT}", "take --device=cpu")):
         monkeypatch.setattr(sys, "argv", ["model.py", "--ckpt=ckpt.pt", "--device=cpu", flag])
         fails(capsys, lambda: pd.run(model_py.main), word, status=status)
 
@@ -2709,6 +2710,7 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, capsys, mon
     out = f"--out_dir={tmp_path / 'o'}"
     fails(capsys, lambda: train_shaq_here("--bptt=90000", out), "--bptt=90000", "lower --bptt or --batch")
     fails(capsys, lambda: train_shaq_here("--eval_tokens=10", out), "--eval_tokens")
+    fails(capsys, lambda: train_shaq_here(f"--device={ABSENT}", out), "take --device=cpu")
     fails(capsys, lambda: train_shaq_here("--memory=mean", "--mem_len=20", out), "mem_len=20", "--bptt")  # whose name it has here
     train_shaq_here("--max_steps=0", "--n_embd=8", out)
     train_shaq_here("--max_steps=0", out)  # the best is this run's, though there was another's
