@@ -1043,7 +1043,7 @@ def generate_rows(args, m, copy):
     ("presets", dict(type=names, default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq", help="of SHAQ")),
     ("set", dict(default="", action=Joined, help="name=value,.. for the GPTs (on a CPU the two books are 4 layers of 256 if not)")),
     ("shaq_set", dict(default="", action=Joined, help="the same for SHAQ")),
-    ("compile", dict(type=flag01, default=gpu, help="torch.compile")),
+    ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile")),
     ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed"))))
 def bench_train(args):
     "Forward, backward and update of every variant of the three models on random tokens, interleaved: their ratios are of the same minutes."
@@ -1122,7 +1122,7 @@ def slope(x, y):
     ("tokens_per_param", dict(type=number(float, 0), default=20.0, help="compute-optimal: 20")),
     ("seeds", dict(type=number(int, 1), default=1, help="how many")),
     ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
-    ("compile", dict(type=flag01, default=gpu, help="torch.compile"))))
+    ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile"))))
 def bench_scaling(args):
     """Each size trained on 20 tokens per parameter; loss against compute (6 N D, as the paper counts), and the exponent of loss ~ C^s. Its
     error: from the residuals of the fit, and over seeds, each with its own fit (runs of one seed share data and initial values, so

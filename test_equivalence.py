@@ -1419,7 +1419,8 @@ def test_train_defaults_are_for_a_laptop_but_on_cuda(device, size, width, monkey
         assert not script.settle({}, {}, m)[0]["compile"]
     for there in (None, kernels):
         monkeypatch.setattr(kernels, "triton", there)
-        assert bool(bench.parse("compare", [], device == "cuda").compile) == (device == "cuda" and there is not None)
+        for what in ("compare", "train", "scaling"):
+            assert bool(bench.parse(what, [], device == "cuda").compile) == (device == "cuda" and there is not None)
         assert bench.parse("prefill", [], device == "cuda").compile == ([0, 1] if device == "cuda" and there else [0])
 
 
