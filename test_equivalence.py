@@ -2661,7 +2661,7 @@ def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_s
 
 
 def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, capsys):
-    pd.prepare(str(tmp_path / "data/three"), "three", "byte", np.random.default_rng(0).integers(97, 123, 9000).astype(np.uint8).tobytes(),
+    pd.prepare(str(tmp_path / "data/three"), "three", "byte", np.random.default_rng(0).integers(97, 123, 24000).astype(np.uint8).tobytes(),
                "", percent=(90, 95))
     out = f"--out_dir={tmp_path / 'o'}"
     train_shaq_here("--dataset=three", "--max_steps=12", "--lr=0.5", out)  # so high a rate that the last checkpoint is not the best
@@ -2669,8 +2669,9 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, capsys)
     later = {i: v for i, v in losses(log)[1].items() if i}
     assert best["step"] == min(later, key=later.get) != 12 and best["best"] == min(later.values())
     data = pd.load_dataset("three", str(tmp_path / "data"))
-    wanted = train_shaq.evaluate(model_of(best), data.test, 400, dict(bptt=20), machine("cpu", "float32"), streams=8)
-    assert [r["test_loss"] for r in log if "test_loss" in r] == [pytest.approx(wanted)]
+    wanted = [train_shaq.evaluate(model_of(best), split, 400, dict(bptt=20), machine("cpu", "float32"), streams=n)
+              for split, n in ((data.val, 16), (data.test, 8))]
+    assert [best["best"]] + [r["test_loss"] for r in log if "test_loss" in r] == pytest.approx(wanted)
     assert re.search(r"test, best checkpoint: \d\.\d+ bits per byte, of its first 400 bytes alone\n", capsys.readouterr().out)
     shutil.copytree(tmp_path / "o", tmp_path / "p")
     os.remove(tmp_path / "o/best.pt")
