@@ -1505,10 +1505,10 @@ def test_train_settings_are_the_papers():
         s, c = script.settle(typed, {}, SimpleNamespace(device=torch.device("cuda")))
         return [(s | c)[k] for k in keys.split()]
 
-    keys = "batch_tokens lr n_head betas weight_decay decay grad_clip schedule eval_windows max_minutes"
+    keys = "batch_tokens lr n_head betas weight_decay decay grad_clip schedule eval_windows eval_tokens max_minutes seed"
     for size, *own in (("tiny", 2**18, 6e-4, 12), ("small", 2**18, 3e-4, 16), ("base", 2**19, 2.5e-4, 16), ("large", 2**20, 2e-4, 16),
                        ("medium_v1", 2**20, 2e-4, 16), ("xl_v1", 2**20, 2e-4, 20), ("xxl_v1", 2**20, 2e-4, 24)):
-        assert settled(train_gpt, keys, size=size) == own + [(0.9, 0.95), 0.1, "matrices", 1.0, "cosine", "spread", 0.0]
+        assert settled(train_gpt, keys, size=size) == own + [(0.9, 0.95), 0.1, "matrices", 1.0, "cosine", "spread", 2**20, 0.0, 1337]
     keys = "max_steps batch_tokens eval_tokens eval_interval seed grad_clip weight_decay dropout dataset n_head"
     for size, n_head in (("gpt2_book", 12), ("dva_book", 1)):  # 5 epochs of 1,512 steps of 2 windows of 256, evaluated on 5 such steps
         assert settled(train_gpt, keys, size=size) == [5 * 1512, 2 * 256, 5 * 2 * 256, 100, 123, 0.0, 0.1, 0.1, "warandpeace", n_head]
