@@ -1619,9 +1619,11 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_of_the_first_25_ste
 
 
 STOPPED = """
-import os, sys, time
+import json, os, sys, time, torch
 sys.path.insert(0, {here!r})
 import train_gpt
+seeds, seed = [], torch.manual_seed
+torch.manual_seed = lambda n: seeds.append(n) or seed(n)
 write, rank = train_gpt.write_or_warn, os.environ["RANK"]
 train_gpt.write_or_warn = lambda path, f: time.sleep(1.5) or write(path, f)
 numbers = iter((0, 0, 15 * int(rank)))  # one of the two has the signal
@@ -1629,7 +1631,7 @@ train_gpt.StopSignal = lambda: type("Stops", (), dict(number=property(lambda sel
 try:
     train_gpt.main()
 except SystemExit as e:
-    open(sys.argv[0] + rank, "w").write(f"{{e.code}} {{os.path.exists('two/ckpt.pt')}}")
+    json.dump([e.code, os.path.exists("two/ckpt.pt"), seeds], open(sys.argv[0] + rank, "w"))
 """
 
 
@@ -1640,7 +1642,9 @@ def test_train_two_processes_are_one_with_accumulation(train, data_dir, tmp_path
     done = subprocess.run(command("two", data_dir, *flags, tool=(*TORCHRUN, "stop.py")), cwd=tmp_path, capture_output=True, timeout=120,
                           text=True)
     assert done.returncode == 0 and "2 processes x 2 micro-batches x 2 sequences" in done.stdout, done.stderr
-    assert [(tmp_path / f"stop.py{rank}").read_text() for rank in (0, 1)] == ["130 True"] * 2
+    ends = [json.loads((tmp_path / f"stop.py{rank}").read_text()) for rank in (0, 1)]
+    assert [end[:2] for end in ends] == [[130, True]] * 2
+    assert set(ends[0][2]) & set(ends[1][2]) == {1} and len(ends[1][2]) == 4  # the weights are the same, dropout is not
     one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
     assert list(two[0]) == [0, 1, 2] and list(two[1]) == [0]
     for both in (two, losses(train("--resume", out="two")[3])):
