@@ -1472,15 +1472,17 @@ def test_train_logs_what_it_says(train, tmp_path, data_dir, monkeypatch):
     monkeypatch.setattr(train_gpt, "peak_flops", lambda m: (1e9, "here"))
     seeds, real = [], torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda n: seeds.append(n) or real(n))
-    first, *log = train("--size=tiny", "--lr=0.02", f"--data_dir={tmp_path}")[3]
+    _, said, _, (first, *log) = train("--size=tiny", "--lr=0.02", f"--data_dir={tmp_path}")
     flops = GPT(GPTConfig(**first["config"])).flops_per_token()
     assert [r["lr"] for r in log if "lr" in r] == pytest.approx([lr_at(i, 0.02, 0.002, 2, 6) for i in range(6)])
     for r in log:
         if "loss" in r:
             assert r["tokens_per_s"] * r["ms"] == pytest.approx(256e3) and r["mfu"] * 1e9 == pytest.approx(r["tokens_per_s"] * flops)
+            assert f"  loss {r['loss']:.4f}  lr {r['lr']:.2e}  norm {r['norm']:.2f}  " in said
         else:
             assert r["bits_per_byte"] == pytest.approx(r["val_loss"] / math.log(2) / 3)
             assert r["perplexity"] == pytest.approx(math.exp(r["val_loss"]))
+            assert f"{r['val_loss']:.4f} nats per byte, perplexity {r['perplexity']:.2f}, {r['bits_per_byte']:.4f} bits per byte" in said
     other = train("--seed=2", "--min_lr=0.004", out="other")[3]
     assert [r["lr"] for r in other if "lr" in r] == pytest.approx([lr_at(i, 0.01, 0.004, 2, 6) for i in range(6)])
     assert len(set(seeds)) == len(seeds) == 2 * 7
@@ -1547,7 +1549,8 @@ def test_train_on_gpt2_tokens_pads_the_vocabulary_and_prints_none_of_the_padding
 
 
 def test_train_micro_batches_do_not_change_the_curve(train):
-    curves = [losses(train("--dropout=0", f"--micro_batch={n}", out=f"out{n}")[3]) for n in (1, 4, 8)]
+    logs = [train("--dropout=0", f"--micro_batch={n}", out=f"out{n}")[3] for n in (1, 4, 8)]
+    curves = [(*losses(log), {r["step"]: r["norm"] for r in log if "norm" in r}) for log in logs]  # AdamW would forgive a wrong norm
     assert all(a == pytest.approx(b, abs=2e-5) for curve in curves[1:] for a, b in zip(curves[0], curve))
 
 
@@ -2690,7 +2693,7 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, capsys)
     assert "test, last step:" in capsys.readouterr().out
 
 
-def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
+def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch, capsys):
     "Three bytes a token, in the test split five, a card of 1 GFLOP/s, windows of any length"
     pd.prepare(str(tmp_path / "data/three"), "three", "byte", random_words(900), "", percent=(80, 90))
     path = tmp_path / "data/three/meta.json"
@@ -2698,7 +2701,7 @@ def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
     path.write_text(json.dumps(meta | dict(bytes=meta["bytes"] | dict(val=3 * meta["tokens"]["val"], test=5 * meta["tokens"]["test"]))))
     monkeypatch.setattr(train_shaq, "peak_flops", lambda m: (1e9, "here"))
     train_shaq_here("--dataset=three", "--max_steps=6", f"--out_dir={tmp_path / 'o'}")
-    (first, *log), minutes = records(tmp_path / "o"), 0.0
+    (first, *log), minutes, said = records(tmp_path / "o"), 0.0, capsys.readouterr().out
     flops = SHAQ(SHAQConfig(**first["config"])).flops_per_token(20)
     for r in log:
         if "loss" in r:
@@ -2706,9 +2709,11 @@ def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
             assert r["tokens_per_s"] * r["ms"] == pytest.approx(1e3 * r["tokens"]) and r["minutes"] == pytest.approx(minutes)
             assert r["mfu"] * 1e9 == pytest.approx(r["tokens_per_s"] * flops)
             minutes += r["ms"] / 6e4
+            assert f"  loss {r['loss']:.4f}  bpc {r['loss'] / math.log(2) / 3:.3f}  lr {r['lr']:.2e}  norm {r['norm']:.2f}  " in said
         else:
             kind = "test_" if "test_loss" in r else ""
             assert r[kind + "bits_per_byte"] == pytest.approx(r["test_loss" if kind else "val_loss"] / math.log(2) / (5 if kind else 3))
+            assert f"{r[kind + 'bits_per_byte']:.4f} bits per byte" in said
     assert kind  # the last record is the test's
 
 
