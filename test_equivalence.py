@@ -1456,8 +1456,11 @@ def test_train_reads_every_window_once_an_epoch_in_another_order():
 
 def test_train_evaluation_by_hand():
     m, tokens, cpu = make(dropout=0.5), np.random.default_rng(0).integers(0, 97, 97), machine("cpu", "float32")
-    for which, n, windows in (("spread", 64, (0, 1, 3, 4)), ("first", 48, (0, 1, 2)), ("first", 10**9, range(6)), ("first", 1, (0,))):
-        found = train_gpt.evaluate(m.train(), tokens, n, 2, cpu, which)
+    second = replace(cpu, rank=1, world=2)
+    second.mean = lambda x: x  # its own windows alone: the two share the work
+    for which, n, windows, m_ in (("spread", 64, (0, 1, 3, 4), cpu), ("first", 48, (0, 1, 2), cpu), ("first", 10**9, range(6), cpu),
+                                  ("first", 1, (0,), cpu), ("spread", 64, (3, 4), second)):
+        found = train_gpt.evaluate(m.train(), tokens, n, 2, m_, which)
         rows = torch.from_numpy(np.stack([tokens[i * 16:i * 16 + 17] for i in windows]))
         assert m.training
         assert found == pytest.approx(F.cross_entropy(m.eval()(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item(), rel=1e-5)
