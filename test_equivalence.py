@@ -2663,6 +2663,8 @@ def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_s
     train_shaq_here("--resume", cut)
     one, two = (losses(records(tmp_path / name)) for name in ("whole", "cut"))
     assert one == two and list(one[1]) == [0, 3, 6]
+    minutes = [r["minutes"] for r in records(tmp_path / "cut") if "minutes" in r]
+    assert minutes == sorted(minutes) and len(minutes) == 9  # those of before the stop count
     os.renames(tmp_path / "cut", tmp_path / "out/shaq")  # moved to where it need not be named
     monkeypatch.chdir(tmp_path)
     train_shaq_here("--resume", "--max_steps=7")
