@@ -2699,19 +2699,23 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, capsys)
 
 
 def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch, capsys):
-    "Three bytes a token, in the test split five, a card of 1 GFLOP/s, windows of any length"
+    "Three bytes a token, in the test split five, a card of 1 GFLOP/s, windows of any length, a second a step and 50 an evaluation"
     pd.prepare(str(tmp_path / "data/three"), "three", "byte", random_words(900), "", percent=(80, 90))
     path = tmp_path / "data/three/meta.json"
     meta = json.loads(path.read_text())
     path.write_text(json.dumps(meta | dict(bytes=meta["bytes"] | dict(val=3 * meta["tokens"]["val"], test=5 * meta["tokens"]["test"]))))
     monkeypatch.setattr(train_shaq, "peak_flops", lambda m: (1e9, "here"))
+    seconds, evaluate = itertools.count(), train_shaq.evaluate
+    monkeypatch.setattr(train_shaq, "time", SimpleNamespace(perf_counter=seconds.__next__))
+    monkeypatch.setattr(train_shaq, "evaluate", lambda *a, **kw: [next(seconds) for _ in range(50)] and evaluate(*a, **kw))
     train_shaq_here("--dataset=three", "--max_steps=6", f"--out_dir={tmp_path / 'o'}")
     (first, *log), minutes, said = records(tmp_path / "o"), 0.0, capsys.readouterr().out
     flops = SHAQ(SHAQConfig(**first["config"])).flops_per_token(20)
+    assert first["settings"]["min_lr"] == pytest.approx(first["settings"]["lr"] / 10)
     for r in log:
         if "loss" in r:
             assert r["tokens"] == 2 * train_shaq.window_length(first["settings"]["seed"], r["step"], 20)
-            assert r["tokens_per_s"] * r["ms"] == pytest.approx(1e3 * r["tokens"]) and r["minutes"] == pytest.approx(minutes)
+            assert r["tokens_per_s"] == r["tokens"] and r["ms"] == 1e3 and r["minutes"] == pytest.approx(minutes)
             assert r["mfu"] * 1e9 == pytest.approx(r["tokens_per_s"] * flops)
             minutes += r["ms"] / 6e4
             assert f"  loss {r['loss']:.4f}  bpc {r['loss'] / math.log(2) / 3:.3f}  lr {r['lr']:.2e}  norm {r['norm']:.2f}  " in said
@@ -2757,10 +2761,12 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, capsys, mon
     fails(capsys, lambda: train_shaq_here("--resume", "--max_steps=9", f"--data_dir={tmp_path}", out), "SHA-256", "prepare the same data")
 
 
-def test_train_shaq_max_minutes_shortens_the_schedule(train_shaq_here, tmp_path, capsys):
-    train_shaq_here("--max_minutes=1e-9", "--max_steps=400", f"--out_dir={tmp_path / 'short'}")
-    assert "will do for 25 steps here" in capsys.readouterr().out
-    assert list(losses(records(tmp_path / "short"))[0]) == list(range(25))
+def test_train_shaq_max_minutes_shortens_the_schedule(train_shaq_here, tmp_path, capsys, monkeypatch):
+    ticks = itertools.chain(range(0, 500, 100), itertools.count(401))  # start, evaluation, three slow steps, then each takes a second
+    monkeypatch.setattr(train_shaq, "time", SimpleNamespace(perf_counter=ticks.__next__))
+    train_shaq_here("--max_minutes=0.45", "--max_steps=400", f"--out_dir={tmp_path / 'short'}")
+    assert "will do for 27 steps here" in capsys.readouterr().out
+    assert list(losses(records(tmp_path / "short"))[0]) == list(range(27))
 
 
 @pytest.mark.parametrize("preset, optimizer", [("sharnn", "lamb"), ("shaq", "adamw")])
