@@ -1632,6 +1632,7 @@ seeds, seed = [], torch.manual_seed
 torch.manual_seed = lambda n: seeds.append(n) or seed(n)
 write, rank = train_gpt.write_or_warn, os.environ["RANK"]
 train_gpt.write_or_warn = lambda path, f: time.sleep(1.5) or write(path, f)
+train_gpt.peak_flops = lambda m: (1e9, "here")
 numbers = iter((0, 0, 15 * int(rank)))  # one of the two has the signal
 train_gpt.StopSignal = lambda: type("Stops", (), dict(number=property(lambda self: next(numbers))))()
 try:
@@ -1651,7 +1652,11 @@ def test_train_two_processes_are_one_with_accumulation(train, data_dir, tmp_path
     ends = [json.loads((tmp_path / f"stop.py{rank}").read_text()) for rank in (0, 1)]
     assert [end[:2] for end in ends] == [[130, True]] * 2
     assert set(ends[0][2]) & set(ends[1][2]) == {1} and len(ends[1][2]) == 4  # the weights are the same, dropout is not
-    one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
+    first, *log = records(tmp_path / "two")
+    flops = GPT(GPTConfig(**first["config"])).flops_per_token()
+    for r in log[1:]:  # of both, and of both cards
+        assert r["tokens_per_s"] * r["ms"] == pytest.approx(256e3) and r["mfu"] * 2e9 == pytest.approx(r["tokens_per_s"] * flops)
+    one, two = losses(train(*flags, out="one")[3]), losses(log)
     assert list(two[0]) == [0, 1, 2] and list(two[1]) == [0]
     for both in (two, losses(train("--resume", out="two")[3])):
         assert all(a[i] == pytest.approx(b[i], abs=2e-5) for a, b in zip(one, both) for i in b), (one, both)
@@ -3429,6 +3434,10 @@ def test_data_small_promises(toy, monkeypatch, capsys):
         patch.setattr(pd.progress, "last", -1e9)
         pd.progress(30e6, 50e6, 2.0, "x", start=10e6)  # 20 MB in 10 seconds, 10 MB were there before
     assert capsys.readouterr().err == "x: 30.0 of 50.0 MB (60%), 2.0 MB/s, 0m10s left\n"
+    for pace, steps, left in ((1.0, 100, 60), (9.0, 100, 25), (1.0, 50, 50), (0.0, 100, 100)):  # never longer than it was
+        s = dict(paced=False, max_minutes=1, max_steps=steps, warmup_steps=2)
+        pd.shorten(s, 25, pace, lambda text: None)
+        assert (s["max_steps"], s["paced"]) == (left, pace > 0)
     assert [pd.duration(s) for s in (3725, 125, 0.4)] == ["1h02m", "2m05s", "0m00s"]
     assert pd.DATASETS["enwik8"].percent == (90, 95) and pd.DATASETS["enwik8"].size == 10**8
     assert len({pd.digest(dict(sha256=v)) for v in ("a", dict(x="1"), dict(x="2"), dict(y="1"))}) == 4
