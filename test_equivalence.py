@@ -2901,6 +2901,7 @@ def sample(*args, generate=train_shaq.SHAQ.generate, **kw):
     assert "pt_gloo_runloop\\n" not in [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]  # the group has ended
     return generate(*args, **kw)
 train_shaq.SHAQ.generate = sample
+train_shaq.peak_flops = lambda m: (1e9, "here")
 train_shaq.run(train_shaq.main)
 """
 
@@ -2910,6 +2911,12 @@ def test_train_shaq_two_processes_are_one(text_data, train_shaq_here):
     train_shaq_here(*flags, f"--out_dir={text_data / 'one'}")
     (text_data / "samples.py").write_text(SAMPLES.format(here=str(HERE)))
     assert "sample:" in _train_shaq(text_data, *flags, "--out_dir=two", tool=TORCHRUN, script="samples.py").stdout
+    first, *log = records(text_data / "two")
+    flops = SHAQ(SHAQConfig(**first["config"])).flops_per_token(24)
+    for r in log:
+        if "loss" in r:  # of both, and of both cards
+            assert r["tokens"] % 4 == 0 and r["tokens_per_s"] * r["ms"] == pytest.approx(1e3 * r["tokens"])
+            assert r["mfu"] * 2e9 == pytest.approx(r["tokens_per_s"] * flops)
     one, two = (losses(records(text_data / out)) for out in ("one", "two"))
     assert len(one[0]) == 6 and all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two))
     a, b = (tensors(torch.load(text_data / out / "ckpt.pt", weights_only=True)["state"]) for out in ("one", "two"))
