@@ -1515,9 +1515,10 @@ def test_train_settings_are_the_papers():
     for size, *own in (("tiny", 2**18, 6e-4, 12), ("small", 2**18, 3e-4, 16), ("base", 2**19, 2.5e-4, 16), ("large", 2**20, 2e-4, 16),
                        ("medium_v1", 2**20, 2e-4, 16), ("xl_v1", 2**20, 2e-4, 20), ("xxl_v1", 2**20, 2e-4, 24)):
         assert settled(train_gpt, keys, size=size) == own + [(0.9, 0.95), 0.1, "matrices", 1.0, "cosine", "spread", 2**20, 0.0, 1337]
-    keys = "max_steps batch_tokens eval_tokens eval_interval seed grad_clip weight_decay dropout dataset n_head"
+    keys = "max_steps batch_tokens eval_tokens eval_interval seed grad_clip weight_decay dropout dataset init n_head"
     for size, n_head in (("gpt2_book", 12), ("dva_book", 1)):  # 5 epochs of 1,512 steps of 2 windows of 256, evaluated on 5 such steps
-        assert settled(train_gpt, keys, size=size) == [5 * 1512, 2 * 256, 5 * 2 * 256, 100, 123, 0.0, 0.1, 0.1, "warandpeace", n_head]
+        wanted = [5 * 1512, 2 * 256, 5 * 2 * 256, 100, 123, 0.0, 0.1, 0.1, "warandpeace", "torch", n_head]
+        assert settled(train_gpt, keys, size=size) == wanted
     keys = "attn_layers optimizer lr warmup_steps weight_decay grad_clip epochs schedule batch bptt mem_len dropout max_minutes"
     assert settled(train_shaq, keys, preset="attn2") == [(2,), "lamb", 2e-3, 800, 1.2e-6, 0.25, 32, "constant", 16, 1024, 5000, 0.1, 0.0]
 
@@ -2211,6 +2212,9 @@ SHAQ_COUNTS = dict(
 def test_shaq_parameter_counts_are_the_papers(preset):
     (millions, exact), config = SHAQ_COUNTS[preset], SHAQConfig(**SHAQ_PRESETS[preset])
     assert list(SHAQ_COUNTS) == list(SHAQ_PRESETS)
+    attends = dict(attn1=1, attn2=2, attn4=4, layers2=2, layers2_heads2=2).get(preset, 3)  # what no count tells
+    assert (config.attn_layers, config.n_head) == ((attends,), 2 if "heads2" in preset else 1)
+    assert (config.memory, config.mean_window, config.dropout) == ("mean" if preset == "mean_mem" else "full", 1024, 0.1)
     with torch.device("meta"):
         model = SHAQ(config)
     total, parts = sum(p.numel() for p in model.parameters()), model.param_breakdown()
@@ -2390,8 +2394,10 @@ def test_shaq_residual_is_the_flag_of_shaq_alone():
     n = block.ln_start(h)
     torch.testing.assert_close(block(h)[0], n + block.rnn(n)[0])
     assert (tiny_shaq("shaq", dropout=0.5).blocks[0].train()(h)[0] == n).any()  # dropout is inside the residual
-    block = tiny_shaq("no_boom").blocks[0]
-    torch.testing.assert_close(block(h)[0], block.rnn(block.ln_start(h))[0])
+    for preset, residual in (("no_boom", False), ("no_boom", True), ("shaq", False)):  # whatever the recurrence
+        block = tiny_shaq(preset, rnn_residual=residual).blocks[0]
+        n = block.ln_start(h)
+        torch.testing.assert_close(block(h)[0], residual * n + block.rnn(n)[0])
 
 
 @pytest.mark.parametrize("preset", SHAQ_PRESETS)
