@@ -1864,6 +1864,18 @@ def test_train_full_disk_is_said_and_leaves_nothing_half_written(data_dir, tmp_p
     assert sum("record is lost" in line for line in before) == 1, before
 
 
+def test_sample_without_flags_is_what_help_says(tmp_path, monkeypatch):
+    os.makedirs(tmp_path / "out/gpt")
+    save_model(tmp_path / "out/gpt/ckpt.pt", make(vocab_size=256))
+    asked = unittest.mock.Mock(side_effect=lambda idx, *a, **kw: idx)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(GPT, "generate", asked)
+    monkeypatch.setattr(sys, "argv", ["model.py"])
+    model_py.main()
+    (idx, *given), more = asked.call_args
+    assert idx.tolist() == [[10]] and given == [500, 0.8, 50] and more["generator"].initial_seed() == 0
+
+
 def test_sample_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
     m = make(vocab_size=256)
     save_model(tmp_path / "ckpt.pt", m)
