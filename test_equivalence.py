@@ -2440,7 +2440,9 @@ def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, sampl
     model = tiny_shaq(vocab_size=256)
     save_model(tmp_path / "ckpt.pt", model)
     ids = model.generate(torch.tensor([list(b"def ")]), 60, 0.8, 50, generator=torch.Generator().manual_seed(7))[0][0].tolist()
-    assert sampled(tmp_path / "ckpt.pt", "--prompt=def ", "--tokens=60", "--seed=7") == pd.decode("byte", ids) + "\n"
+    with unittest.mock.patch.object(SHAQ, "collapse", autospec=True, side_effect=SHAQ.collapse) as collapse:
+        assert sampled(tmp_path / "ckpt.pt", "--prompt=def ", "--tokens=60", "--seed=7") == pd.decode("byte", ids) + "\n"
+    assert collapse.call_count == 1
     save_model(tmp_path / "ckpt.pt", make(vocab_size=320))  # padded: ids above 255 are drawn, and stand for nothing
     texts = [sampled(tmp_path / "ckpt.pt", *flags) for flags in (["--temperature=0"], ["--temperature=9", "--top_k=1"],
                                                                  ["--temperature=9", "--top_k=0"])]
