@@ -885,9 +885,9 @@ def test_gpt_blocked_attention_drops_the_same_when_it_is_recomputed():
 @pytest.mark.parametrize("attn", CHOICES["attn"])
 @pytest.mark.parametrize("pos", CHOICES["pos"])
 def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
-    m, idx = make(scale=3.0, attn=attn, pos=pos), torch.randint(0, 97, (3, 5))
+    m, idx = make(scale=3.0, attn=attn, pos=pos, dropout=0.5), torch.randint(0, 97, (3, 5))
     state = torch.get_rng_state()
-    for temperature, top_k, n in ((0, None, 40), (1.0, None, 40), (0.7, 5, 9)):  # 5 + 40 is past block_size twice, 5 + 9 is not
+    for temperature, top_k, n in ((0, None, 40), (1.0, None, 40), (0.7, 5, 9), (99, 2, 9)):  # 5 + 40 is past block_size twice, 5 + 9 is not
         args = [(n, temperature, top_k, torch.Generator().manual_seed(7), use_cache) for use_cache in (True, False)]
         cached, uncached = (m.generate(idx, *a) for a in args)
         assert torch.equal(cached, uncached) and cached.shape == (3, 5 + n) and torch.equal(cached[:, :5], idx)
@@ -2451,7 +2451,7 @@ def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, sampl
 
 @pytest.mark.parametrize("preset", ["sharnn", "shaq", "mean_mem"])
 def test_shaq_generate_carries_its_state(preset):
-    model = tiny_shaq(preset, **(dict(mean_window=5, mem_len=40) if preset == "mean_mem" else {})).train()
+    model = tiny_shaq(preset, dropout=0.5, **(dict(mean_window=5, mem_len=40) if preset == "mean_mem" else {})).train()
     prompt, rng = torch.randint(11, (2, 7)), torch.get_rng_state()
     out, _ = model.generate(prompt, 12, temperature=0.8, top_k=5, generator=torch.Generator().manual_seed(3))
     assert torch.equal(model.generate(prompt, 12)[0], model.generate(prompt, 12)[0])
