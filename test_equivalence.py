@@ -3272,7 +3272,8 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     fails(capsys, main("shakespeare", "--url=http://x/y", f"--from_file={tmp_path / 'one'}"), "--url and --from_file")
     fails(capsys, main("--name=x"), "--input FILE...")
     fails(capsys, main("shakespeare", "--shards=3"), "for fineweb10B")
-    fails(capsys, main("fineweb10B", "--shards=0"), "--shards from 1")
+    for shards in (0, 104):
+        fails(capsys, main("fineweb10B", f"--shards={shards}"), "--shards from 1 to 103")
     fails(capsys, main("--tokeniser=gpt2"), "unknown flag --tokeniser; did you mean --tokenizer?", status=2)
     fails(capsys, main("--shards=two"), "invalid int value: 'two'", status=2)
     monkeypatch.setattr(sys, "argv", ["prepare_data.py", f"--data_dir={tmp_path / 'one'}"])
@@ -3491,7 +3492,9 @@ def test_data_book_has_plain_line_ends_and_an_end(tmp_path, capsys):
     (tmp_path / "book").write_bytes(("größer\r\n" * 49 + end).encode())
     pd.main([*main, f"--from_file={tmp_path / 'book'}"])
     d = pd.load_dataset("warandpeace", str(tmp_path))
-    assert pd.decode("byte", np.concatenate((d.train[:], d.val[:])).tolist()) == "größer\n" * 49 + end
+    text = "größer\n" * 49 + end
+    n = len(text) * 9 // 10  # characters, not bytes: the split is that of GPT-2's tokens
+    assert (pd.decode("byte", d.train[:]), pd.decode("byte", d.val[:])) == (text[:n], text[n:])
     before = sorted(os.listdir(tmp_path / "warandpeace"))
     for page in (b"<html>sign in</html>", "größer\r\n".encode() * 50):  # a page in the book's place; the first half of one
         with server(page) as (url, _):
@@ -3528,6 +3531,9 @@ def test_data_gpt2_tokens_do_not_depend_on_the_cut_nor_on_the_cores(toy, tmp_pat
     pd.prepare(str(tmp_path / "u"), "u", "gpt2", ("ü" * 11).encode(), "")
     d = pd.load_dataset("u", str(tmp_path))
     assert (d.decode(d.train[:]), d.decode(d.val[:])) == ("ü" * 9, "ü" * 2)  # nor is a character cut
+    pd.prepare(str(tmp_path / "v"), "v", "gpt2", ("abü" * 10).encode(), "")
+    d = pd.load_dataset("v", str(tmp_path))
+    assert d.bytes_per_token == 4 / len(d.val) > 1  # a b ü ü
 
 
 def test_data_gpt2_tokens_of_war_and_peace(tmp_path):
@@ -3566,6 +3572,8 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
     text = toy.decode_bytes(d.val[:].tolist()).replace(b"<|endoftext|>", b"")
     assert d.bytes_per_token == len(text) / 5000 and np.array_equal(d.val[:], tokens["val_000000"])
     assert len(d.meta["sha256"]) == 3
+    pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"])
+    assert np.array_equal(pd.load_dataset("fineweb10B", f"{data}1").train[:], tokens["train_000001"])  # one, where nothing is typed
     bad = shards / "fineweb_train_000002.bin"
     os.remove(f"{data}/fineweb10B/{bad.name}")
     fails(capsys, lambda: pd.load_dataset("fineweb10B", data), "does not exist", "python prepare_data.py fineweb10B")
