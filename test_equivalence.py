@@ -3259,7 +3259,7 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     fails(capsys, main("--input", str(tmp_path / "none"), "--name=x"), "none does not exist")
     fails(capsys, main("--input", str(tmp_path / "empty"), "--name=x"), "is empty")
     fails(capsys, main("--input", str(tmp_path / "one"), "--name=x"), "too few to split")
-    fails(capsys, main("--input", str(tmp_path / "latin"), "--name=x", "--tokenizer=gpt2"), "not UTF-8 (byte 4)")
+    fails(capsys, main("--input", *(str(tmp_path / n) for n in ("one", "latin")), "--name=x", "--tokenizer=gpt2"), "not UTF-8 (byte 4)")
     fails(capsys, main("--input", str(tmp_path / "latin"), "--name=../x"), "no folder name")
     fails(capsys, main("--input", str(tmp_path / "latin")), "--name")
     fails(capsys, main("--input", str(tmp_path / "latin"), "--name=enwik8"), "--name of your own")
@@ -3281,7 +3281,7 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     assert not os.listdir(tmp_path / "d")
 
 
-def test_data_inputs_add_up_without_byte_order_marks_are_not_written_over_and_a_small_text_is_told(tmp_path, capsys):
+def test_data_inputs_add_up_without_byte_order_marks_are_not_written_over_and_a_small_text_is_told(tmp_path, capsys, monkeypatch):
     for name in "abc":
         (tmp_path / name).write_text("\ufeff" + name * 100, encoding="utf-8")
     for name, flags, note in (("x", ["--input", "a", "b", "--input", "c"], True), ("y", ["--input", *9 * "abc"], False)):
@@ -3295,6 +3295,9 @@ def test_data_inputs_add_up_without_byte_order_marks_are_not_written_over_and_a_
     fails(capsys, lambda: pd.main(["--input", str(tmp_path / "a"), str(mine), "--name=x", f"--data_dir={tmp_path}"]),
           "train.bin would be written over", "another --name")
     assert mine.read_bytes() == before
+    monkeypatch.chdir(tmp_path)
+    pd.main(["--input", "a", "--name=z"])
+    assert capsys.readouterr().out.endswith("train_gpt.py --dataset=z\n") and os.path.exists("data/z/meta.json")
 
 
 def test_data_one_process_at_a_time_prepares_a_folder(corpus):
@@ -3469,6 +3472,7 @@ def test_data_small_promises(toy, monkeypatch, capsys):
         assert (s["max_steps"], s["paced"]) == (left, pace > 0)
     assert [pd.duration(s) for s in (3725, 125, 0.4)] == ["1h02m", "2m05s", "0m00s"]
     assert pd.DATASETS["enwik8"].percent == (90, 95) and pd.DATASETS["enwik8"].size == 10**8
+    assert {name for name, source in pd.DATASETS.items() if source.tokenizer == "gpt2"} == {"warandpeace", "fineweb10B"}
     assert len({pd.digest(dict(sha256=v)) for v in ("a", dict(x="1"), dict(x="2"), dict(y="1"))}) == 4
     assert 50256 not in pd.encode("gpt2", "a<|endoftext|>")  # text is text: no special tokens come from it
     handled = []
