@@ -3673,9 +3673,9 @@ def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data
 def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data):
     for model, variants, text in (("gpt", ["attn_out=dense", "attn_out=identity,n_embd=16"], GPT_SET),
                                   ("shaq", ["preset=sharnn", "preset=shaq"], SHAQ_SET)):
-        flags = [f"--model={model}", *(f"--variant={v}" for v in variants), common(bench_data, text), "--seeds=1", "--points=1"]
+        flags = [f"--model={model}", *(f"--variant={v}" for v in variants), common(bench_data, text), "--seeds=1", "--seed=7", "--points=1"]
         a, b = sorted(bench_run(tmp_path, "compare", *flags, "--equal=flops"), key=lambda r: r["index"])
-        assert b["steps"] > a["steps"] and abs(b["curve"][-1][3] / a["curve"][-1][3] - 1) < 0.5 / a["steps"]
+        assert a["seed"] == b["seed"] == 7 and b["steps"] > a["steps"] and abs(b["curve"][-1][3] / a["curve"][-1][3] - 1) < 0.5 / a["steps"]
         with unittest.mock.patch.object(bench, "timed", lambda work, *a, **kw: dict(enumerate(np.array([[3.0], [2.0]])))):
             a, b = sorted(bench_run(tmp_path, "compare", *flags, "--equal=time"), key=lambda r: r["index"])
         assert a["steps"] == (12 if model == "gpt" else 6) and b["steps"] == 1.5 * a["steps"] and math.isfinite(b["val_loss"])
@@ -3792,9 +3792,11 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
             return [[0, 0, compute ** (-0.1 if self.model.config.attn_out == "dense" else -0.2)]], 1.0
 
     monkeypatch.setattr(bench, "Trainer", Run)
-    rows = bench_run(tmp_path, "scaling", "--sizes=1x8,1x16,1x24,1x32", "--seeds=2", common(bench_data, "block_size=32,batch_tokens=256"))
+    rows = bench_run(tmp_path, "scaling", "--sizes=1x8,1x16,1x24,1x32", "--seeds=2", "--seed=5",
+                     common(bench_data, "block_size=32,batch_tokens=256"))
     assert [r["exponent"] for r in rows if "exponent" in r] == pytest.approx([-0.1, -0.2])
     assert all(r["compute"] == 6 * r["params"] * r["tokens"] for r in rows if "val_loss" in r)
+    assert {r["seed"] for r in rows if "val_loss" in r} == {5, 6}
     assert "| -0.1000 ± 0.0000 |" in capsys.readouterr().out
 
 
