@@ -31,7 +31,7 @@ from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01
 # Settings. Defaults depend on the size; whatever is typed counts.
 
 RECIPES = {  # tokens a step and peak learning rate of [1, table 2]; v1 gives none for its larger sizes, which take large's
-    "nano": dict(batch_tokens=2048, micro_batch=8, lr=2e-3, min_lr=1e-4, warmup_steps=50, max_steps=1000, max_minutes=3.0,
+    "nano": dict(batch_tokens=2048, micro_batch=8, lr=1e-3, min_lr=5e-5, warmup_steps=50, max_steps=1000, max_minutes=3.0,
                  eval_interval=250, eval_tokens=2**16),
     "tiny": dict(batch_tokens=2**18, micro_batch=32, lr=6e-4),
     "small": dict(batch_tokens=2**18, micro_batch=16, lr=3e-4),
@@ -66,7 +66,7 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--max_minutes", type=number(float, 0),
         help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 3 for nano, else 0)")
     add("--lr", type=number(float, 0), help="peak learning rate")
-    add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10; nano 1e-4)")
+    add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10; nano 5e-5)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
     add("--warmup_steps", type=number(int, 0), help="linear warm-up (default 1 in 50 steps, 50 for nano)")
     add("--weight_decay", type=number(float, 0), help="of matrices (default 0.1)")
