@@ -8,8 +8,8 @@ Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value 
 
 The batch is given in tokens; micro-batches, accumulation and processes divide it, and the loss curve is the same however they do (up to
 rounding, without dropout). Nothing random is kept from step to step: batches and dropout are functions of (seed, step), so a resumed run
-is the run itself. Ctrl-C or a signal saves first; torchrun kills what has not saved within 30 seconds, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT
-says more (torch 2.12 on).
+is the run itself. Ctrl-C or a signal saves first; torchrun kills what has not saved within 30 seconds, unless
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more (torch 2.12 on).
 """
 import argparse
 import os
