@@ -3623,8 +3623,8 @@ def test_bench_code_ends_at_once_on_ctrl_c_and_leaves_no_process_behind():
         import bench, os, time
         try:
             with bench.compilers(1) as pool:
-                pool.submit(os.getpid).result()
-                jobs = [pool.submit(time.sleep, 60) for _ in range(3)]
+                for _ in range(3):
+                    pool.submit(time.sleep, 60)
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
             pass
