@@ -1506,7 +1506,7 @@ def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path):
 
 
 def test_train_settings_are_the_papers():
-    "What no typed flag changes: [1, table 2]'s, the book's [2] and SHA-RNN's [3]; a preset is taken"
+    "What no typed flag changes: [1, table 2]'s, the book's [2] and SHA-RNN's [3], and nano's; a preset is taken"
     def settled(script, keys, **typed):
         s, c = script.settle(typed, {}, SimpleNamespace(device=torch.device("cuda")))
         return [(s | c)[k] for k in keys.split()]
@@ -1519,6 +1519,7 @@ def test_train_settings_are_the_papers():
     for size, n_head in (("gpt2_book", 12), ("dva_book", 1)):  # 5 epochs of 1,512 steps of 2 windows of 256, evaluated on 5 such steps
         wanted = [5 * 1512, 2 * 256, 5 * 2 * 256, 100, 123, 0.0, 0.1, 0.1, "warandpeace", "torch", n_head]
         assert settled(train_gpt, keys, size=size) == wanted
+    assert settled(train_gpt, "batch_tokens lr min_lr warmup_steps max_steps", size="nano") == [2048, 1e-3, 5e-5, 50, 1000]  # ours
     keys = "attn_layers optimizer lr warmup_steps weight_decay grad_clip epochs schedule batch bptt mem_len dropout max_minutes"
     assert settled(train_shaq, keys, preset="attn2") == [(2,), "lamb", 2e-3, 800, 1.2e-6, 0.25, 32, "constant", 16, 1024, 5000, 0.1, 0.0]
 
