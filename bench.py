@@ -522,7 +522,7 @@ def bench_compare(args):
     small = dict(gpt=("n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,lr=4e-3,min_lr=2e-4,max_steps=100,warmup_steps=10,"
                       "eval_tokens=8192", "size=nano,max_steps=1000,eval_tokens=65536"),
                  shaq=("n_embd=64,bptt=64,max_steps=100,warmup_steps=10,eval_tokens=8192",
-                       "n_embd=256,bptt=128,lr=4e-3,warmup_steps=50,max_steps=1000,mem_len=512,dropout=0,eval_tokens=65536"))[kind]
+                       "n_embd=256,bptt=128,lr=8e-3,warmup_steps=50,max_steps=1000,mem_len=512,dropout=0,eval_tokens=65536"))[kind]
     common = settings(kind, small[m.device.type != "cpu"] if args.set is None else args.set, "--set")
     variants = [settings(kind, t, "--variant") for t in texts]
     if len(texts) < 2:

@@ -2811,7 +2811,7 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(text_data, preset, opti
     ckpt = torch.load(text_data / "parts/ckpt.pt", weights_only=True)
     group = ckpt["optimizer"]["param_groups"][0]
     assert ckpt["step"] == 25 and ckpt["epoch"] >= 1 and ("max_norm" in group) == (optimizer == "lamb") and group["weight_decay"] == 1.2e-6
-    assert {r["lr"] for r in records(text_data / "whole") if "lr" in r} == {4e-3}
+    assert {r["lr"] for r in records(text_data / "whole") if "lr" in r} == {8e-3}
     if preset == "sharnn":  # the published second stage: fresh optimiser, half the rate, from the best weights
         best = load_checkpoint("whole/best.pt")
         torch.save(best | dict(settings=best["settings"] | dict(schedule="cosine")), "whole/best.pt")  # as a laptop's would be
@@ -2820,9 +2820,9 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(text_data, preset, opti
             train_shaq_here("--stage2=whole/best.pt", "--out_dir=second")
         out, (first, *log) = capsys.readouterr().out, records(text_data / "second")
         length = (len(pd.load_dataset("mine", str(text_data / "data")).train) - 1) // 2
-        assert f"lr {4e-3 / 2:g} constant" in out and first["settings"]["epochs"] == 5
+        assert f"lr {8e-3 / 2:g} constant" in out and first["settings"]["epochs"] == 5
         assert (first["settings"]["max_minutes"], first["settings"]["paced"]) == (0.0, False)  # not the first stage's
-        assert first["settings"]["min_lr"] == pytest.approx(4e-3 / 2 / 10) and log[0]["val_loss"] == pytest.approx(best["best"], rel=1e-5)
+        assert first["settings"]["min_lr"] == pytest.approx(8e-3 / 2 / 10) and log[0]["val_loss"] == pytest.approx(best["best"], rel=1e-5)
         assert first["settings"]["max_steps"] == math.ceil(5 * length / train_shaq.average_length(first["settings"]["seed"], 20))
         assert [r["step"] for r in log] == [0, 0]
         fails(capsys, lambda: train_shaq_here("--stage2=whole/best.pt", "--n_layer=3", "--out_dir=x"), "another model")

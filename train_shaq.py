@@ -33,7 +33,7 @@ from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01
 # Settings. On CUDA the published ones; elsewhere a model that learns something in three minutes on a CPU.
 
 PAPER = dict(n_embd=1024, batch=16, bptt=1024, lr=2e-3, warmup_steps=800, epochs=32, mem_len=5000, dropout=0.1, schedule="constant")
-LAPTOP = dict(n_embd=256, batch=16, bptt=128, lr=4e-3, warmup_steps=50, max_steps=1000, max_minutes=3.0, mem_len=512, dropout=0.0,
+LAPTOP = dict(n_embd=256, batch=16, bptt=128, lr=8e-3, warmup_steps=50, max_steps=1000, max_minutes=3.0, mem_len=512, dropout=0.0,
               schedule="cosine", eval_interval=250, eval_tokens=2**17)
 
 
