@@ -93,7 +93,7 @@ def settle(typed, stored, m):
     unchanged(typed, stored, FREE)
     size = (stored | typed).get("size", s["size"])
     s |= RECIPES.get(size, RECIPES["large"]) | stored | typed
-    model = {k: s[k] for k in (f.name for f in fields(GPTConfig)) if k in s}
+    model = {f.name: s[f.name] for f in fields(GPTConfig) if f.name in s}
     return s, SIZES[s["size"]] | model
 
 
