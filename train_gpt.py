@@ -200,9 +200,9 @@ def main():
     if len(data.val) <= T:
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: lower --block_size")
     windows = Windows(data.train, T, B, s["seed"], m.device)
-    for name, default in (("min_lr", s["lr"] / 10), ("warmup_steps", s["max_steps"] // 50),
-                          ("eval_interval", max(1, s["max_steps"] // 20))):
-        s.setdefault(name, default)
+    s.setdefault("min_lr", s["lr"] / 10)
+    s.setdefault("warmup_steps", s["max_steps"] // 50)
+    s.setdefault("eval_interval", max(1, s["max_steps"] // 20))
 
     first, evaluated = 0, None
     if ckpt:

@@ -246,8 +246,8 @@ def main():
         s["max_steps"] = math.ceil(s["epochs"] * per_epoch)
     if first > s["max_steps"]:
         die(f"--max_steps={s['max_steps']}: {path} is at step {first} already; take more, or sample from it with model.py")
-    for name, default in (("min_lr", s["lr"] / 10), ("eval_interval", max(1, round(min(per_epoch, s["max_steps"] / 20))))):
-        s.setdefault(name, default)
+    s.setdefault("min_lr", s["lr"] / 10)
+    s.setdefault("eval_interval", max(1, round(min(per_epoch, s["max_steps"] / 20))))
 
     parts, flops, (peak, peak_from) = model.param_breakdown(), model.flops_per_token(s["bptt"]), peak_flops(m)
     versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
