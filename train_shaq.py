@@ -145,7 +145,9 @@ def evaluate(model, tokens, eval_tokens, s, m, streams=16):
             x, y = read(tokens, mine, length, at, n, m.device)
             nats, state = model(x, y, state)
             loss = loss + (nats if m.device.type == "mps" else nats.double()) * n  # which has no fp64
-    return (m.mean(loss * len(mine) / length) * m.world / streams if streams >= m.world else loss / length).item()
+    if streams < m.world:  # each process has read all of them
+        return (loss / length).item()
+    return (m.mean(loss * len(mine) / length) * m.world / streams).item()
 
 
 def best_of(path):
