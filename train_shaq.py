@@ -228,18 +228,17 @@ def main():
     model, optimizer = build(s, c, data, m)
     c = asdict(model.config)
     first, at, epoch, best, state, minutes, evaluated = 0, 0, 0, math.inf, None, 0.0, None
-    try:
-        if ckpt:
+    if ckpt:
+        try:
             model.load_state_dict(ckpt.pop("model"))  # 12 bytes a parameter with the optimiser's, on every process
-    except RuntimeError:
-        die(f"{path if resume else stage2} holds another model than these flags make: drop those that change it")
-    if not resume:
-        ckpt = None
-    else:
+        except RuntimeError:
+            die(f"{path if resume else stage2} holds another model than these flags make: drop those that change it")
+    if resume:
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = take(ckpt.pop("state"), streams, m.device)
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
+    ckpt = None  # stage 2 has no use for what is left
     if s["compile"]:
         model.compile()
     net = m.parallel(model)
