@@ -288,8 +288,8 @@ def main():
         optimizer.zero_grad()
         # only now does the host wait for the device; a step that went wrong is saved nowhere. One reduction for four figures: stopping
         # is above 0 where any process had a signal, so that all stop at the same step
-        figures = m.mean(torch.cat((torch.stack((loss, norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device))))
-        loss, norm, stopping, pace = figures.tolist()
+        figures = torch.cat((torch.stack((loss, norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
+        loss, norm, stopping, pace = m.mean(figures).tolist()
         if not np.isfinite(loss + norm):
             fail(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}")
 
