@@ -83,12 +83,14 @@ def run(main, again=""):
     except KeyboardInterrupt:
         die("interrupted" + again, 130)
     except (MemoryError, RuntimeError) as e:  # PyTorch's own are RuntimeErrors
-        if not isinstance(e, MemoryError) and not re.search(r"out of memory|can't allocate memory|C\+* compiler|working triton", str(e)):
+        for words, advice in (("C++ compiler", "torch.compile wants a C++ compiler: install g++, or take --compile=0"),
+                              ("C compiler", "Triton wants a C compiler: install gcc"),
+                              ("working triton", "torch.compile wants Triton on a GPU: install it, or take --compile=0")):
+            if words in str(e):
+                die(advice)
+        if not isinstance(e, MemoryError) and not re.search("out of memory|can't allocate memory", str(e)):
             raise
-        die("torch.compile wants a C++ compiler: install g++, or take --compile=0" if "C++ compiler" in str(e) else
-            "Triton wants a C compiler: install gcc" if "C compiler" in str(e) else
-            "torch.compile wants Triton on a GPU: install it, or take --compile=0" if "working triton" in str(e) else
-            f"out of memory: take a smaller model, batch, window or file ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
+        die(f"out of memory: take a smaller model, batch, window or file ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
     except OSError as e:
         advice = {errno.ENOSPC: "; free some space and type the same command again",
                   errno.EACCES: "; choose a place you may write to", errno.EROFS: "; choose a place you may write to"}
