@@ -306,9 +306,10 @@ class StopSignal:
 
     def __init__(self):
         self.number = self.at = 0
-        hangup = [s for s in (getattr(signal, "SIGHUP", None),) if s and signal.getsignal(s) != signal.SIG_IGN]  # Windows has none
-        for s in (signal.SIGINT, signal.SIGTERM, *hangup):
-            signal.signal(s, self.receive)
+        signal.signal(signal.SIGINT, self.receive)
+        signal.signal(signal.SIGTERM, self.receive)
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # Windows has none
+            signal.signal(signal.SIGHUP, self.receive)
 
     def receive(self, number, frame):
         if not self.number:
