@@ -258,7 +258,7 @@ class Log:
 
     def __init__(self, path, first, resume_step=None):
         """resume_step: keep this run's earlier log up to the records of that step, the rest was never checkpointed."""
-        self.file, self.path, keep = open(path, "a+b", buffering=0), path, 0
+        self.path, self.file = path, open(path, "a+b", buffering=0)
         claim(self.file)
         folder = os.path.dirname(path) or "."
         if resume_step is None and os.path.exists(os.path.join(folder, "ckpt.pt")):
@@ -274,7 +274,7 @@ class Log:
             if re.fullmatch(r"(ckpt|best)\.pt\.\d+\.tmp", name):  # of a run that was killed while it wrote
                 os.remove(os.path.join(folder, name))
         self.file.seek(0)
-        lines = self.file.read().splitlines(True) if resume_step is not None else []
+        lines, keep = self.file.read().splitlines(True) if resume_step is not None else [], 0  # keep: bytes
         try:
             for line in lines:
                 record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
@@ -288,7 +288,8 @@ class Log:
         self(**first)
 
     def __call__(self, **record):
-        line, end = json.dumps(record).encode() + b"\n", self.file.seek(0, os.SEEK_END)
+        line = json.dumps(record).encode() + b"\n"
+        end = self.file.seek(0, os.SEEK_END)
         try:
             if self.file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
