@@ -467,9 +467,13 @@ class GPT(nn.Module):
         if c.tie_weights:
             self.lm_head.weight = self.wte.weight
         if c.pos == "rope":
-            for name, table in zip(("cos", "sin"), rope_table(c.block_size, c.n_embd // c.n_head)):
-                self.register_buffer(name, table, persistent=False)
+            cos, sin = self.angles()
+            self.register_buffer("cos", cos, persistent=False)
+            self.register_buffer("sin", sin, persistent=False)
         self.init_weights()
+
+    def angles(self, device=None):
+        return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device)
 
     def _apply(self, fn, recurse=True):
         """What .to() and its kin do, and two things more: a cast must not round the angles, and to_empty(), after which a model made on the
@@ -477,7 +481,7 @@ class GPT(nn.Module):
         tied, cos = getattr(self.lm_head, "weight", 0) is getattr(self.wte, "weight", None), getattr(self, "cos", None)
         super()._apply(fn, recurse)
         if cos is not None and not self.cos.is_meta and (cos.is_meta or self.cos.dtype != cos.dtype):
-            self.cos, self.sin = rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, self.cos.device)
+            self.cos, self.sin = self.angles(self.cos.device)
         if tied:
             self.lm_head.weight = self.wte.weight
         return self
@@ -490,7 +494,7 @@ class GPT(nn.Module):
         elif tied:
             self.lm_head.weight = self.wte.weight
         if self.config.pos == "rope" and self.cos.is_meta and not self.wte.weight.is_meta:
-            self.cos, self.sin = rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, self.wte.weight.device)
+            self.cos, self.sin = self.angles(self.wte.weight.device)
         return found
 
     @torch.no_grad()
