@@ -472,13 +472,17 @@ class GPT(nn.Module):
             self.register_buffer("sin", sin, persistent=False)
         self.init_weights()
 
+    def tied(self):
+        "Whether the head is the token embedding. What was put in the place of either later may have no weight"
+        return getattr(self.lm_head, "weight", 0) is getattr(self.wte, "weight", None)
+
     def angles(self, device=None):
         return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device)
 
     def _apply(self, fn, recurse=True):
         """What .to() and its kin do, and two things more: a cast must not round the angles, and to_empty(), after which a model made on the
         meta device is loaded or drawn, would leave them out and make two parameters of a tied one."""
-        tied, cos = getattr(self.lm_head, "weight", 0) is getattr(self.wte, "weight", None), getattr(self, "cos", None)
+        tied, cos = self.tied(), getattr(self, "cos", None)
         super()._apply(fn, recurse)
         if cos is not None and not self.cos.is_meta and (cos.is_meta or self.cos.dtype != cos.dtype):
             self.cos, self.sin = self.angles(self.cos.device)
@@ -488,7 +492,8 @@ class GPT(nn.Module):
 
     def load_state_dict(self, *args, **kw):
         "With assign=True, too, a tied head stays tied, and a model made on the meta device gets its angles"
-        tied, found = getattr(self.lm_head, "weight", 0) is self.wte.weight, super().load_state_dict(*args, **kw)
+        tied = self.tied()
+        found = super().load_state_dict(*args, **kw)
         if tied and "wte.weight" in found.missing_keys:  # some files hold the two once, under either name
             self.wte.weight = self.lm_head.weight
         elif tied:
@@ -713,7 +718,7 @@ def fold_hadamard(model):
         raise ValueError(f"fold_hadamard takes attn_out='hadamard' with a head count and head width that are Hadamard orders; got "
                          f"attn_out={c.attn_out!r}, {c.n_head} heads of {c.n_embd // c.n_head}")
     with torch.device("meta"):  # no weights are drawn: sampling or training around this goes on as without it
-        folded = GPT(replace(c, attn_out="head_hadamard", tie_weights=getattr(model.lm_head, "weight", 0) is model.wte.weight))
+        folded = GPT(replace(c, attn_out="head_hadamard", tie_weights=model.tied()))
     state = {name.replace("_orig_mod.", ""): p.clone() for name, p in model.state_dict().items()}  # torch.compile()'s prefix
     folded.load_state_dict(state, assign=True)  # each in its own dtype; strict: a part put there later would be lost
     for p, q in zip(folded.parameters(), model.parameters()):
