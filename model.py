@@ -390,15 +390,19 @@ class HeadLoss(torch.autograd.Function):
     """
     @staticmethod
     def forward(ctx, x, weight, targets, grads):
-        n, dtype = max(1, HEAD_LOGITS * (1 if x.device.type == "cpu" else 4) // len(weight)), product_dtype(x)
+        dtype = product_dtype(x)
+        n = max(1, HEAD_LOGITS * (1 if x.device.type == "cpu" else 4) // len(weight))    # rows of a slice
         up = down = 1.0
         if dtype == torch.float16:  # most of a large vocabulary's p are below its range, and the sum over rows of p^T x can be above it
             n, up, down = min(n, 4096), 2.0 ** 7, 2.0 ** 10
         x_, w_, counts = x.to(dtype), weight.to(dtype), targets != -100
-        grads, targets, count = grads and any(ctx.needs_input_grad), targets.masked_fill(~counts, 0), counts.sum()
+        targets, count = targets.masked_fill(~counts, 0), counts.sum()
+        grads = grads and any(ctx.needs_input_grad)
         loss, dx, dw = 0.0, torch.empty_like(x_) if grads else None, None
         for i in range(0, max(1, len(x)), n):
-            logits = (x_[i:i + n] @ w_.T).float() if dtype != torch.float64 else x_[i:i + n] @ w_.T
+            rows = x_[i:i + n]                                                           # (n, d)
+            logits = rows @ w_.T                                                         # (n, V)
+            logits = logits if dtype == torch.float64 else logits.float()
             target, seen = targets[i:i + n, None], counts[i:i + n, None]
             top = logits.amax(-1, keepdim=True)
             lse = (logits - top).exp_().sum(-1, keepdim=True).log_() + top  # logsumexp, spelt so that the compiler reads logits once for it
@@ -412,7 +416,7 @@ class HeadLoss(torch.autograd.Function):
                     p.scatter_add_(1, target, -seen.to(p.dtype))
                 p = (p * up if up > 1 else p).to(dtype)                                  # d loss / d logits, times N up
                 torch.mm(p, w_, out=dx[i:i + n])
-                part = p.T @ (x_[i:i + n] / down if down > 1 else x_[i:i + n])
+                part = p.T @ (rows / down if down > 1 else rows)
                 if dw is None:
                     dw = part if n >= len(x) else part.to(torch.promote_types(dtype, torch.float32))  # several parts are summed in fp32
                 else:
