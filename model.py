@@ -1386,8 +1386,10 @@ def peak_flops(m):
 
 def inputs_and_targets(rows, device):
     "rows, an int64 array (n, T + 1) -> inputs and targets (n, T) on device: one copy there and two views of it"
-    rows, cuda = torch.from_numpy(rows), device.type == "cuda"  # which alone keeps pinned memory until it is copied
-    rows = (rows.pin_memory() if cuda else rows).to(device, non_blocking=cuda)
+    rows = torch.from_numpy(rows)
+    if device.type == "cuda":  # which alone keeps pinned memory until it is copied
+        rows = rows.pin_memory().to(device, non_blocking=True)
+    rows = rows.to(device)
     return rows[:, :-1], rows[:, 1:]
 
 
