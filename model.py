@@ -1147,8 +1147,9 @@ class SHAQ(nn.Module):
                         out.append(new.clone())
                     state = self.unrings(state, rings)
                 windows = out[-1:]
-            for window in idx[:, :-1].split(1024, dim=1) if not max_new_tokens and idx.size(1) > 1 else ():
-                state = self(window, state=state)[1]
+            if not max_new_tokens and idx.size(1) > 1:
+                for window in idx[:, :-1].split(1024, dim=1):
+                    _, state = self(window, state=state)
         return torch.cat(out, dim=1), detach_state(state)
 
     def rings(self, state, n):
