@@ -584,8 +584,9 @@ class GPT(nn.Module):
         size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         uniform = draws(max_new_tokens, temperature, idx, generator)
-        start = max(0, idx.size(1) - size)  # the window is idx[:, start:]
-        cache, done = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None, start
+        start = done = max(0, idx.size(1) - size)  # the window is idx[:, start:], and the cache holds it up to done
+        cache = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None
+        # what a graph reads and writes stays where it is: the last token, the next, the last one's place in the window, the draw
         token, new, at, u = idx[:, -1:].clone(), idx[:, -1:].clone(), idx.new_empty(1), uniform.new_empty(len(idx), 1)
         steps, stride = {}, 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
 
@@ -1116,8 +1117,9 @@ class SHAQ(nn.Module):
         """
         generator = generator or torch.Generator().manual_seed(1337)
         uniform = draws(max_new_tokens, temperature, idx, generator)
-        # token holds one from the start: captured() runs a step before it records it
-        token, new, u, out, one = idx[:, -1:].clone(), idx[:, -1:].clone(), uniform.new_empty(len(idx), 1), [idx], None
+        # as in GPT.generate; token holds one from the start: captured() runs a step before it records it
+        token, new, u = idx[:, -1:].clone(), idx[:, -1:].clone(), uniform.new_empty(len(idx), 1)
+        out, one = [idx], None                                          # one: step(), captured
 
         def step():
             new.copy_(sample(self.advance(token, rings), temperature, top_k, u))
