@@ -151,8 +151,10 @@ def _blocks(x, n_head, heads_only):
     def transform(block, out=None):
         n = len(block)
         T, U, A_n = (t, u, A) if n == r else (t[:n], u[:n], A[:n])
-        X = block.reshape(n, a, b) if B is None else torch.mm(block.reshape(n * a, b), B, out=T.view(n * a, b)).view(n, a, b)  # X B
-        return torch.bmm(A_n, X, out=U if out is None else out.view(n, a, b)).view(n, d)                                       # A (X B)
+        X = block.reshape(n, a, b)
+        if B is not None:
+            X = torch.mm(X.reshape(n * a, b), B, out=T.view(n * a, b)).view(n, a, b)          # X B
+        return torch.bmm(A_n, X, out=U if out is None else out.view(n, a, b)).view(n, d)      # A (X B)
 
     return r, transform
 
