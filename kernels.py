@@ -178,8 +178,8 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
     for block, o in zip(x.split(r), out.split(r)):
         w = o if wide is None else wide[:len(o)]
         if pre is not None:
-            block = torch.mul(block if wide is None else w.copy_(block), pre, out=scaled[:len(o)] if wide is None else w)
-            block = block if wide is None else scaled[:len(o)].copy_(block)
+            s = scaled[:len(o)]
+            block = torch.mul(block, pre, out=s) if wide is None else s.copy_(w.copy_(block).mul_(pre))
         u = transform(block, o)
         if wide is not None and (alpha is not None or beta is not None):
             u = w.copy_(u)  # here and above: given two dtypes, an operator would itself make a copy, in new memory each time
