@@ -674,19 +674,19 @@ def _save(ctx, inputs, output):
 def _backward(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta
     x, alpha, beta, pre = ctx.saved_tensors
     dy = dy.to(x.dtype).contiguous()
+    of_x, of_alpha, of_beta, of_pre, *_ = ctx.needs_input_grad
+    sums = of_alpha or of_beta
     dx = dalpha = dbeta = dpre = None
-    sums = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    if sums and ctx.needs_input_grad[0] and alpha is not None and pre is None and not torch.is_grad_enabled() and not x.is_cuda:
+    if sums and of_x and alpha is not None and pre is None and not torch.is_grad_enabled() and not x.is_cuda:
         dx, dalpha, dbeta = _hadamard_backward(x, dy, alpha, *ctx.how)                     # the same three in one walk
         sums = False
-    elif ctx.needs_input_grad[0]:
+    elif of_x:
         dx = _hadamard(dy, pre, None, alpha, *ctx.how)                                     # pre * scale * ((alpha * dy) H)
     if sums:
         dalpha, dbeta = _hadamard_grads(x if pre is None else (pre * x).to(x.dtype), dy, *ctx.how)
-    if ctx.needs_input_grad[3]:
+    if of_pre:
         dpre = _hadamard_grads(dy if alpha is None else (alpha * dy).to(x.dtype), x, *ctx.how)[0].to(pre.dtype)
-    return (dx, dalpha.to(alpha.dtype) if ctx.needs_input_grad[1] else None, dbeta.to(beta.dtype) if ctx.needs_input_grad[2] else None,
-            dpre, None, None, None)
+    return dx, dalpha.to(alpha.dtype) if of_alpha else None, dbeta.to(beta.dtype) if of_beta else None, dpre, None, None, None
 
 
 def _save_grads(ctx, inputs, output):
