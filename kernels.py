@@ -581,6 +581,11 @@ def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_hea
     return out, normed, stats
 
 
+def _programs(N, plan, warps):
+    "Of a kernel that sums over rows: 8 warps for each of an H200's 132 multiprocessors"
+    return min(triton.cdiv(max(N, 1), plan["R"]), 132 * max(2, 8 // warps))
+
+
 def _norm_backward_triton(out, stats, dout, dnormed, alpha, weight, shift, dtype, scale, rms, n_head, heads_only):
     (N, d), (out, dout, dnormed, alpha, weight) = out.shape, _row_major(out, dout, dnormed, alpha, weight)
     plan, warps = _plan(d, n_head, heads_only, dtype.itemsize * 8, "norm backward")
@@ -590,11 +595,6 @@ def _norm_backward_triton(out, stats, dout, dnormed, alpha, weight, shift, dtype
         _hadamard_norm_backward_kernel[(programs,)](out, stats, dout, dnormed, dresidual, dx, partial[0], partial[1] if shift else None,
                                                     alpha, weight, N, scale, **plan, RMS=rms, num_warps=warps)
     return dx, dresidual, partial[0].sum(0), partial[1].sum(0) if shift else partial.new_empty(0)
-
-
-def _programs(N, plan, warps):
-    "Of a kernel that sums over rows: 8 warps for each of an H200's 132 multiprocessors"
-    return min(triton.cdiv(max(N, 1), plan["R"]), 132 * max(2, 8 // warps))
 
 
 def _grads_triton(x, dy, scale, n_head, heads_only):
