@@ -970,6 +970,7 @@ def bench_decode(args):
             models[out] = model = inference_model(size, out, m, T + n, compiled)
             if cache is None:  # of one shape for all variants: they share it, or four would not fit
                 cache = model.new_cache(B, T + n)
+                cached = sum(t.nbytes for layer in cache for t in layer)
 
             def prompt(i=0, model=model, cache=cache):
                 return model.lm_head(model.hidden(idx, cache)[:, -1]).argmax(-1, keepdim=True)        # (B, 1)
@@ -981,12 +982,12 @@ def bench_decode(args):
             prompt(), steps()
             p.forget()
             prompt(), steps()
-            peak[out] = p.mib() and p.mib() + (0 if out == "dense" else sum(t.nbytes for c in cache for t in c) / 2**20)
+            peak[out] = p.mib() and p.mib() + (0 if out == "dense" else cached / 2**20)  # dense's peak has the cache in it
             first[out], eager[out] = prompt, steps
             if args.gpu:
                 graph[out] = replay(steps, m)
         t_first = timed(first, m, args.runs, least=0.0)
-        kv = sum(t.nbytes for c in cache for t in c) * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
+        kv = cached * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
         for mode, work in [("eager", eager)] + [("graph", graph)] * args.gpu:
             t = {k: v / n for k, v in timed(work, m, args.runs, least=0.0).items()}
             gain = gains(t)
