@@ -1112,10 +1112,11 @@ def bench_train(args):
 
 
 def slope(x, y):
-    "Fit log y = a + s log x -> (s, its standard error from the residuals; None for fewer than four points), (s, a)"
-    line = np.polyfit(np.log(x), np.log(y), 1)
-    error = np.polyfit(np.log(x), np.log(y), 1, cov=True)[1][0, 0] ** 0.5 if len(x) > 3 else None
-    return line[0], error, line
+    "Fit log y = s log x + a -> s, its standard error from the residuals (None for fewer than four points), a"
+    x, y = np.log(x), np.log(y)
+    s, a = np.polyfit(x, y, 1)
+    error = np.polyfit(x, y, 1, cov=True)[1][0, 0] ** 0.5 if len(x) > 3 else None
+    return s, error, a
 
 
 @command(lambda gpu: (
@@ -1465,9 +1466,9 @@ def plot_scaling(plt, rows):
         for ax, xy, fill in ((axes[0], [(c, np.mean(v)) for c, v in sorted(points.items())], COLORS[i]), (axes[1], paper, "none")):
             if len(xy) > 1:
                 x, y = np.array(xy).T
-                s, _, line = slope(x, y)
+                s, _, a = slope(x, y)
                 ax.loglog(x, y, color=COLORS[i], marker=MARKS[i], mfc=fill, ls="", label=f"{out}, loss ~ FLOPs^{s:.3f}")
-                ax.loglog(x, np.exp(np.polyval(line, np.log(x))), color=COLORS[i], lw=1)
+                ax.loglog(x, np.exp(a) * x ** s, color=COLORS[i], lw=1)
     for ax, title in zip(axes, (f"measured, {rows[0]['dataset']}", "paper")):
         ax.set(xlabel="FLOPs (6 N D)", ylabel="validation loss, nats per token", title=title)
         ax.yaxis.set_major_formatter("{x:.2f}")
