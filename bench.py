@@ -1181,10 +1181,13 @@ def bench_scaling(args):
           f"{args.seeds} seed{'s' * (args.seeds > 1)}",
           ["size", "variant", "FLOPs", "paper's perplexity", "perplexity", "difference", "loss, nats per token",
            f"against {args.variants[0]}"], rows)
-    rows, slopes = [], {out: [slope([compute[out, z] for z in sizes], [loss[out, z, k] for z in sizes])[0] for k in seeds]
-                        for out in args.variants}
+
+    def fit(out, seeds):
+        return slope([compute[out, z] for z in sizes], [np.mean([loss[out, z, k] for k in seeds]) for z in sizes])
+
+    rows, slopes = [], {out: [fit(out, [k])[0] for k in seeds] for out in args.variants}
     for out in args.variants:
-        s, error, _ = slope([compute[out, z] for z in sizes], [np.mean([loss[out, z, k] for k in seeds]) for z in sizes])
+        s, error, _ = fit(out, seeds)
         over_seeds = paired(slopes[out], [0.0] * args.seeds)[1]
         paper = slope(*zip(*((c, math.log(p[OUTS.index(out)])) for c, *p in PERPLEXITY.values())))[0] if out in OUTS[:2] else None
         rows.append((out, paper and f"{paper:.4f}", f"{s:.4f}", signed(paper and s - paper, "{:+.4f}"),
