@@ -1119,6 +1119,11 @@ def slope(x, y):
     return s, error, a
 
 
+def paper_points(out):
+    "The paper's [(FLOPs, nats per token)] of dense or hadamard"
+    return [(flops, math.log(perplexity[OUTS.index(out)])) for flops, *perplexity in PERPLEXITY.values()]
+
+
 @command(lambda gpu: (
     ("sizes", dict(type=names, default="2x64,3x96,4x128,4x192" if gpu else "1x16,2x16,2x24,2x32", help="names, or layers x width")),
     ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
@@ -1189,7 +1194,7 @@ def bench_scaling(args):
     for out in args.variants:
         s, error, _ = fit(out, seeds)
         over_seeds = paired(slopes[out], [0.0] * args.seeds)[1]
-        paper = slope(*zip(*((c, math.log(p[OUTS.index(out)])) for c, *p in PERPLEXITY.values())))[0] if out in OUTS[:2] else None
+        paper = slope(*zip(*paper_points(out)))[0] if out in OUTS[:2] else None
         rows.append((out, paper and f"{paper:.4f}", f"{s:.4f}", signed(paper and s - paper, "{:+.4f}"),
                      error and f"{error:.4f}", over_seeds and f"{over_seeds:.4f}",
                      None if out == args.variants[0] else with_error(*paired(slopes[out], slopes[args.variants[0]]))))
@@ -1465,7 +1470,7 @@ def plot_scaling(plt, rows):
         for r in rows:
             if r["variant"] == out:
                 points.setdefault(r["compute"], []).append(r["val_loss"])
-        paper = [(c, math.log(p[OUTS.index(out)])) for c, *p in PERPLEXITY.values()] if out in OUTS[:2] else []
+        paper = paper_points(out) if out in OUTS[:2] else []
         for ax, xy, fill in ((axes[0], [(c, np.mean(v)) for c, v in sorted(points.items())], COLORS[i]), (axes[1], paper, "none")):
             if len(xy) > 1:
                 x, y = np.array(xy).T
