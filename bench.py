@@ -839,7 +839,7 @@ def bench_code(args):
     if kernels.triton is None:
         die("code needs Triton: pip install triton")
     args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}, torch {torch.__version__}"
-    cases = [("hadamard_affine", "forward", False, 2, 0), ("its gradient of x", "pre", False, 2, 0),
+    kinds = [("hadamard_affine", "forward", False, 2, 0), ("its gradient of x", "pre", False, 2, 0),
              ("its gradients of alpha and beta, the loop", "grads", False, 2, 1), ("hadamard_affine_norm", "norm", False, 4, 0),
              ("the same, mixing heads only", "norm", True, 4, 0), ("its gradients, the loop", "norm backward", False, 5, 1),
              ("the same, mixing heads only", "norm backward", True, 5, 1), ("fo-pool, the loop", "pool", None, 4, 1),
@@ -847,8 +847,8 @@ def bench_code(args):
     rows, start_time, n = [], time.perf_counter(), 0
     with compilers(min(8, os.cpu_count() or 1)) as pool:
         jobs = [[pool.submit(code_of, kind, args.sm, dtype, *(() if "pool" in kind else (d, heads[d], only)))
-                 for d in (args.widths if "pool" not in kind else args.widths[:1])] for _, kind, only, _, _ in cases]
-        for (name, kind, only, moved, of_loop), row in zip(cases, jobs):
+                 for d in (args.widths if "pool" not in kind else args.widths[:1])] for _, kind, only, _, _ in kinds]
+        for (name, kind, only, moved, of_loop), row in zip(kinds, jobs):
             cells = []
             for d, job in zip(args.widths, row):
                 try:
