@@ -1160,7 +1160,9 @@ def bench_scaling(args):
     seeds, loss, compute, papers, rows = range(args.seed, args.seed + args.seeds), {}, {}, {}, []
     for size, shape in sizes.items():
         for seed in seeds:
-            make = lambda out, given=None: Trainer("gpt", shape | common | dict(attn_out=out), data, m, seed, given, args.compile)
+            def make(out, given=None):
+                return Trainer("gpt", shape | common | dict(attn_out=out), data, m, seed, given, args.compile)
+
             given = dict(make(args.variants[0]).model.named_parameters())
             for out in args.variants:
                 t = make(out, given)
