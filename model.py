@@ -1313,7 +1313,7 @@ def keep_freed_memory():
 
 def machine(device="auto", dtype="auto"):
     "Choose device (auto | cpu | cuda | mps) and dtype (auto | float32 | bfloat16), join torchrun's processes. ValueError: not to be had."
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, world, local = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     keep_freed_memory()
     note = f"{device}, as asked"
     if device == "auto":
@@ -1345,15 +1345,20 @@ def machine(device="auto", dtype="auto"):
     else:  # on a CPU having them is not enough: where a virtual machine hides the matrix units, a product takes twice fp32's time
         times = math.inf
         if has_bf16 and device.type == "cpu":  # in turns, as other work may come between
-            low, high = zip(*([product_rate(device, kind, 512) for kind in (torch.bfloat16, torch.float32)] for _ in range(3)))
-            times = max(low) / max(high)
+            rates = [(product_rate(device, torch.bfloat16, 512), product_rate(device, torch.float32, 512)) for _ in range(3)]
+            low, high = map(max, zip(*rates))
+            times = low / high
         faster = has_bf16 and times > 1.2  # casts are not free
         m.dtype = torch.bfloat16 if m.all(faster) else torch.float32  # all processes choose alike
         m.note += "; bfloat16 autocast" if m.dtype == torch.bfloat16 else "; float32"
-        m.note += (", as there are no bfloat16 instructions" if not has_bf16 else
-                   ", as another process is no faster in bfloat16" if faster and m.dtype == torch.float32 else
-                   f", as products in bfloat16 are {times:.1f} times as fast" if device.type == "cpu" else "")
-    m.note += f"; {world} processes" if world > 1 else ""
+        if not has_bf16:
+            m.note += ", as there are no bfloat16 instructions"
+        elif faster and m.dtype == torch.float32:
+            m.note += ", as another process is no faster in bfloat16"
+        elif device.type == "cpu":
+            m.note += f", as products in bfloat16 are {times:.1f} times as fast"
+    if world > 1:
+        m.note += f"; {world} processes"
     return m
 
 
