@@ -950,8 +950,9 @@ class MemoryAttention(nn.Module):
         For memory=mean: W and the open window, (B, 1 + p, d), and p positions more where there is a W. It holds until that window closes.
         """
         if self.config.memory == "mean":
-            _, W, H = memory
-            rows, n = H.new_zeros(H.size(0), 1 + self.config.mean_window, H.size(2)), W.size(1) * self.config.mean_window + H.size(1)
+            (_, W, H), p = memory, self.config.mean_window
+            n = W.size(1) * p + H.size(1)
+            rows = H.new_zeros(H.size(0), 1 + p, H.size(2))
             rows[:, :W.size(1)], rows[:, 1:1 + H.size(1)] = W, H
         else:
             n = memory.size(1)
@@ -970,7 +971,7 @@ class MemoryAttention(nn.Module):
         "What memory, before as ring() took it, has become"
         n, length = int(n), rows.size(1)
         if self.config.memory == "mean":
-            return before[0], rows[:, :int(n >= length - 1)], rows[:, 1:1 + n % (length - 1)]
+            return before[0], rows[:, :int(n >= length - 1)], rows[:, 1:1 + n % (length - 1)]      # C, W if there is one, H
         return last(rows[:, :n] if n <= length else rows.roll(-(n % length), 1), self.mem_len)
 
     def attend(self, q, m, mask=None):
