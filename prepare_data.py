@@ -652,7 +652,7 @@ def write_bin(path, tokens, vocab_size):
         die(f"{path}: {len(tokens):,} tokens, ids to {tokens.max()}; there is room for 2^31 - 1, ids below {vocab_size}")
     header = np.zeros(256, "<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
-    write_atomic(path, lambda f: (f.write(header.data), f.write(tokens.astype("<u2", copy=False).data)))
+    write_atomic(path, lambda f: f.writelines((header.data, tokens.astype("<u2", copy=False).data)))
 
 
 def write_meta(folder, **meta):
