@@ -599,7 +599,8 @@ def download(url, part, resume=True):
                         progress(have, total, t0, what, start)
                 if total in (None, have):
                     f.flush()
-                    return os.fsync(f.fileno())
+                    os.fsync(f.fileno())
+                    return
                 problem = f"the transfer stopped at {have:,} of {total:,} bytes"
             except urllib.error.HTTPError as e:
                 if e.code == 416 and have:  # nothing behind the last byte: of unknown origin, so start afresh
