@@ -164,7 +164,7 @@ def best_of(path):
 
 def take(state, streams, device):
     "This process's streams of the whole state"
-    return each(state, lambda t: t[streams[0]:streams[-1] + 1].to(device))
+    return each(state, lambda t: t[streams.start:streams.stop].to(device))
 
 
 def gather(state, m):
