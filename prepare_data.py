@@ -695,21 +695,22 @@ def prepare_fineweb(folder, name, url, shards):
     lengths = np.array([len(gpt2().decode_single_token_bytes(i)) for i in range(vocab - 1)] + [0])  # <|endoftext|>: 0
     files = {"train": [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)], "val": ["fineweb_val_000000.bin"]}
     tokens, size, sha256 = dict.fromkeys(files, 0), dict.fromkeys(files, 0), {}
-    for split, shard in ((split, shard) for split, names in files.items() for shard in names):
-        path = used = os.path.join(folder, shard)
-        if not os.path.exists(path):
-            used = path + ".part"
-            download(f"{url}/{shard}", used)
-        try:
-            t = Tokens([used], vocab, "the same command again (the file was removed)")
-            size[split] += sum(int(lengths[t[i:i + 2**22]].sum()) for i in range(0, len(t), 2**22))
-        except SystemExit:
-            os.remove(used)
-            raise
-        tokens[split] += len(t)
-        sha256[shard] = hashlib.sha256(np.memmap(used, np.uint8, "r")).hexdigest()
-        del t  # Windows renames no file that is mapped
-        os.replace(used, path)
+    for split, names in files.items():
+        for shard in names:
+            path = used = os.path.join(folder, shard)
+            if not os.path.exists(path):
+                used = path + ".part"
+                download(f"{url}/{shard}", used)
+            try:
+                t = Tokens([used], vocab, "the same command again (the file was removed)")
+                size[split] += sum(int(lengths[t[i:i + 2**22]].sum()) for i in range(0, len(t), 2**22))
+            except SystemExit:
+                os.remove(used)
+                raise
+            tokens[split] += len(t)
+            sha256[shard] = hashlib.sha256(np.memmap(used, np.uint8, "r")).hexdigest()
+            del t  # Windows renames no file that is mapped
+            os.replace(used, path)
     write_meta(folder, name=name, tokenizer="gpt2", vocab_size=vocab, files=files, tokens=tokens, bytes=size,
                source=url, sha256=sha256, split=f"{shards} + 1 shards, verified without a checksum (none is known)")
 
