@@ -509,11 +509,12 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     "norm backward".
     """
     d, n_head = operator.index(d), operator.index(n_head)
-    (mh, ch), (mi, ci) = _split_order(n_head), (1, 1) if heads_only else _split_order(d // n_head)
+    mh, ch = _split_order(n_head)
+    mi, ci = (1, 1) if heads_only else _split_order(d // n_head)
     M = mh * mi
     if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and d // n_head % 8):
         return None
-    inner, warps = 0 if heads_only else 1, 4
+    inner, warps = int(not heads_only), 4
     if heads_only:
         A, P, C = 1, ch, d // n_head
         CW = W = min(C & -C, 128)
@@ -723,7 +724,8 @@ def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head
     out = (residual + _hadamard(x, alpha, beta, None, scale, n_head, heads_only)).to(residual.dtype)
     same = out.device.type == "cpu" and torch.promote_types(x.dtype, out.dtype) == out.dtype
     y = out if same and not rms else out.to(wide)  # on a CPU LayerNorm takes 16-bit rows beside fp32 vectors
-    weight, shift = weight.to(wide), None if shift is None else shift.to(wide)
+    weight = weight.to(wide)
+    shift = None if shift is None else shift.to(wide)
     if not rms:
         normed, *stats = torch.native_layer_norm(y, y.shape[1:], weight, shift, eps)
         return out, normed.to(x.dtype), torch.stack([s[:, 0] for s in stats])
@@ -897,7 +899,8 @@ def _fo_spans(B, T, H):
     A step is one call on K * B * H numbers, and with few channels a call costs more than its work: then chunks are
     FO_CHUNK long, and a span is one call a step of the chunk. A span takes up to 2 MB of fp32 a bank, so that all of
     them fit a third-level cache."""
-    spans, t, most = [], 0, max(1, 2 ** 19 // max(1, FO_CHUNK * B * H)) * FO_CHUNK
+    most = max(1, 2 ** 19 // max(1, FO_CHUNK * B * H)) * FO_CHUNK  # steps
+    spans, t = [], 0
     while t < T:
         n = min(most, T - t)
         K = max(1, n // FO_CHUNK) if B * H <= 2 ** 13 else 1
