@@ -127,7 +127,8 @@ BLOCK_ROWS = 128  # on a GPU four times as many: fewer launches, and gradients o
 
 def query_blocks(q, k):
     "[(first row, end)]. All but the last end at a multiple of 8 keys: a GPU's fast 16-bit products want rows of 16 bytes"
-    T, step = q.size(1), BLOCK_ROWS if q.device.type == "cpu" else 4 * BLOCK_ROWS
+    T = q.size(1)
+    step = BLOCK_ROWS if q.device.type == "cpu" else 4 * BLOCK_ROWS
     edges = [0, *range(step - (k.size(1) - T) % 8, T, step), T]
     return list(zip(edges, edges[1:]))
 
@@ -398,7 +399,8 @@ class HeadLoss(torch.autograd.Function):
         x_, w_, counts = x.to(dtype), weight.to(dtype), targets != -100
         targets, count = targets.masked_fill(~counts, 0), counts.sum()
         grads = grads and any(ctx.needs_input_grad)
-        loss, dx, dw = 0.0, torch.empty_like(x_) if grads else None, None
+        dx = torch.empty_like(x_) if grads else None
+        loss, dw = 0.0, None
         for i in range(0, max(1, len(x)), n):
             rows = x_[i:i + n]                                                           # (n, d)
             logits = rows @ w_.T                                                         # (n, V)
@@ -588,7 +590,8 @@ class GPT(nn.Module):
         cache = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None
         # what a graph reads and writes stays where it is: the last token, the next, the last one's place in the window, the draw
         token, new, at, u = idx[:, -1:].clone(), idx[:, -1:].clone(), idx.new_empty(1), uniform.new_empty(len(idx), 1)
-        steps, stride = {}, 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
+        steps = {}
+        stride = 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
 
         def step(length):  # one token, against the cache's first length positions
             x = self.hidden(token, [(k[:, :, :length], v[:, :, :length]) for k, v in cache], at)
@@ -862,7 +865,8 @@ class MemoryAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         d = config.n_embd
-        self.config, self.mem_len = config, config.mem_len if config.memory == "full" else 0
+        self.config = config
+        self.mem_len = config.mem_len if config.memory == "full" else 0
         self.W_q = nn.Linear(d, d)
         self.ln_q = nn.LayerNorm(d, eps=1e-12)
         if config.gates:
