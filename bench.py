@@ -765,7 +765,8 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     from triton.compiler import ASTSource
     rows = f"*{dtype}"
     if kind.startswith("pool"):
-        fn, warps = kernels._fo_backward_kernel if kind == "pool backward" else kernels._fo_forward_kernel, 1
+        fn = kernels._fo_backward_kernel if kind == "pool backward" else kernels._fo_forward_kernel
+        warps = 1
         plan = dict(ACT=True, SUMMARY=False, SEGMENTED=False, PTX=True, U=kernels.FO_CHUNK, D=32 if dtype == "fp32" else 64) | flags
         types = {n: "*fp32" if n.startswith(("c0", "c_last", "edge", "dc", "sum")) else rows if n.endswith("_ptr") else "i32"
                  for n in fn.arg_names}
@@ -1014,7 +1015,8 @@ def bench_decode(args):
 
 def generate_rows(args, m, copy):
     "A byte of SHAQ's greedy generate(), behind a full memory; on a CPU 256 wide and behind 512 bytes"
-    n, work, models = 5000 if args.gpu else 512, {}, {}
+    n = 5000 if args.gpu else 512
+    work, models = {}, {}
     for preset in args.presets:
         torch.manual_seed(0)
         models[preset] = model = SHAQ(SHAQConfig(**SHAQ_PRESETS[preset] | dict(n_embd=1024 if args.gpu else 256))).collapse().eval()
@@ -1220,7 +1222,8 @@ class Scorer:
     def __init__(self, model, tokenizer, m, batch=16):
         super().__init__()
         self.gpt, self.tokenizer, self.m, self.batch = model.to(m.device).eval(), tokenizer, m, batch
-        self.prefix, self.length = 50256 if tokenizer == "gpt2" else 10, model.config.block_size  # <|endoftext|> or "\n"
+        self.prefix = 50256 if tokenizer == "gpt2" else 10  # <|endoftext|> or "\n"
+        self.length = model.config.block_size
 
     def pair(self, context, continuation):
         """Strings -> tokens of both. They are encoded together; spaces that end the context go to the continuation, where GPT-2's tokens
@@ -1432,7 +1435,8 @@ def plot_compare(plt, rows):
         mine = [r for r in rows if r["index"] == i]
         pace = np.median([r["tokens"] / r["steps"] / r["tokens_per_s"] for r in mine])  # seconds a step: medians, other work may slow some
         curves = np.array([[[p[0], p[3], p[0] * pace, p[2]] for p in r["curve"][1:]] for r in mine])  # (seeds, points, 4); no start
-        mean, error = curves.mean(0), curves[..., 3].std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else None
+        mean = curves.mean(0)
+        error = curves[..., 3].std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else None
         for ax, x in zip(axes, mean.T[:3]):
             ax.plot(x, mean[:, 3], color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, ls=LINES[i // 8 % 3], label=name)
             if error is not None:
