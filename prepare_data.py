@@ -274,7 +274,8 @@ class Log:
             if re.fullmatch(r"(ckpt|best)\.pt\.\d+\.tmp", name):  # of a run that was killed while it wrote
                 os.remove(os.path.join(folder, name))
         self.file.seek(0)
-        lines, keep = self.file.read().splitlines(True) if resume_step is not None else [], 0  # keep: bytes
+        lines = self.file.read().splitlines(True) if resume_step is not None else []
+        keep = 0  # bytes
         try:
             for line in lines:
                 record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
@@ -486,7 +487,8 @@ class Dataset:
 
 def load_dataset(name, data_dir="data"):
     """Open DATA_DIR/NAME -> Dataset; pysource is prepared first if need be, for others the command to type is said."""
-    folder, place = os.path.join(data_dir, name), "" if data_dir == "data" else f" --data_dir={quote(data_dir)}"
+    folder = os.path.join(data_dir, name)
+    place = "" if data_dir == "data" else f" --data_dir={quote(data_dir)}"
     hint = f"python prepare_data.py {name if name in DATASETS else f'--input FILE... --name {name}'}{place}"
     path = os.path.join(folder, "meta.json")
     if name == "pysource" and not os.path.isfile(path):
