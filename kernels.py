@@ -97,8 +97,7 @@ def _paley(m):
 
 
 def hadamard_matrix(n, dtype=torch.float32, device=None):
-    """
-    Symmetric Hadamard matrix of order n, (n, n), entries +1 and -1: H = H^T, H @ H = n * I.
+    """Symmetric Hadamard matrix of order n, (n, n), entries +1 and -1: H = H^T, H @ H = n * I.
 
     H_n = H_m (x) H_(2^k), H_m by Paley's first or second construction over a prime (H_20: over GF(9)), H_(2^k) Sylvester's in natural
     order, so that H_n (x) H_p is again hadamard_matrix(n * p) when p is a power of two. ValueError for any other n, naming the nearest
@@ -123,9 +122,7 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
 
 @lru_cache(64)
 def _factors(d, n_head, heads_only, dtype, device):
-    """
-    The dense factors (A, B) of the layer's matrix. heads_only: H_h (x) I, B = None. Else H_h (x) H_(d/h), h = 1 being the plain H_d.
-    """
+    "The dense factors (A, B) of the layer's matrix. heads_only: H_h (x) I, B = None. Else H_h (x) H_(d/h), h = 1 being the plain H_d."
     if heads_only:
         return hadamard_matrix(n_head, dtype, device), None
     orders = []
@@ -245,11 +242,9 @@ if triton is not None:
 
     @triton.jit
     def _grid(t, P: tl.constexpr):
-        """
-        The second half of _across for H_20, C and the diagonal, in 6 additions instead of 10: GF(9) is a 3 x 3 grid in which chi(x - y) is
-        1 along the row and the column of y and -1 elsewhere, so (C x)_y = x_0 - sum + 2 (row + column) - 3 x_y, sums over the grid without
-        x_0, and (C x)_0 = sum. Of tile i of 20 P, i // 2P is 0, or 1 + the place on the grid.
-        """
+        """The second half of _across for H_20, C and the diagonal, in 6 additions instead of 10: GF(9) is a 3 x 3 grid in which chi(x - y)
+        is 1 along the row and the column of y and -1 elsewhere, so (C x)_y = x_0 - sum + 2 (row + column) - 3 x_y, sums over the grid
+        without x_0, and (C x)_0 = sum. Of tile i of 20 P, i // 2P is 0, or 1 + the place on the grid."""
         lines = ()  # sums of 3 rows, then of 3 columns, each for 2 P tiles
         for i in tl.static_range(6 * P):
             lines = lines + (t[i + (i // (2 * P) * 4 + 2) * P] + t[i + (i // (2 * P) * 4 + 4) * P] + t[i + (i // (2 * P) * 4 + 6) * P],)
@@ -266,10 +261,8 @@ if triton is not None:
 
     @triton.jit
     def _across(t, M: tl.constexpr, P: tl.constexpr):
-        """
-        H_M (x) H_P over the tuple of M * P tiles. M is 1, 12, 20 or 28; the last three are of Paley's second construction: with one more
-        butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), at half of the additions.
-        """
+        """H_M (x) H_P over the tuple of M * P tiles. M is 1, 12, 20 or 28; the last three are of Paley's second construction: with one more
+        butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), at half of the additions."""
         for s in tl.static_range(16):
             if 1 << s < P * (1 + (M > 1)):
                 n = ()
@@ -354,11 +347,9 @@ if triton is not None:
     def _hadamard_norm_kernel(x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, D: tl.constexpr, M: tl.constexpr,
                               P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
                               RMS: tl.constexpr):
-        """
-        out = residual + alpha * scale * (x @ H) + beta and normed = LayerNorm(out), or RMSNorm; stats (2, N): each row's mean and
+        """out = residual + alpha * scale * (x @ H) + beta and normed = LayerNorm(out), or RMSNorm; stats (2, N): each row's mean and
         1 / deviation. A program holds whole rows, so both norms' sums cost no memory: two reads and two writes, where the transform and
-        an addition fused with the norm make three of each. Heads of 96 stand in tiles of 128: CW > C, and the lanes beyond C idle.
-        """
+        an addition fused with the norm make three of each. Heads of 96 stand in tiles of 128: CW > C, and the lanes beyond C idle."""
         row = tl.program_id(0) * R + tl.arange(0, R).to(tl.int64)
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW
@@ -401,14 +392,12 @@ if triton is not None:
     def _hadamard_norm_backward_kernel(out, stats, dout, dnormed, dresidual, dx, dweight, dshift, alpha, weight, N, scale, D: tl.constexpr,
                                        M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr,
                                        R: tl.constexpr, INNER: tl.constexpr, RMS: tl.constexpr):
-        """
-        The gradients of the kernel above for residual and x, dresidual = dout + (that of the norm), dx = scale * ((alpha * dresidual) H),
-        and this program's partial sums of those for weight and shift: row program_id(0) of dweight and dshift, (G, D) fp32. With
-        _hadamard_grads_kernel, which reads x and dresidual, 22 bytes an element in bf16 beside an fp32 residual; what torch.compile made of
-        the formula (_norm_backward_torch) and two transforms took some 34. By compiled code 26 to 55 instructions an element, 68 to 108
-        keep up with the memory; one row at a time, so that its sums cross few threads: two or more rows took as many shuffles, or spilled.
-        With heads of 96 and a 16-bit residual Triton 3.9 spills 2 numbers on sm_100, elsewhere none.
-        """
+        """The gradients of the kernel above for residual and x, dresidual = dout + (that of the norm),
+        dx = scale * ((alpha * dresidual) H), and this program's partial sums of those for weight and shift: row program_id(0) of dweight
+        and dshift, (G, D) fp32. With _hadamard_grads_kernel, which reads x and dresidual, 22 bytes an element in bf16 beside an fp32
+        residual; what torch.compile made of the formula (_norm_backward_torch) and two transforms took some 34. By compiled code 26 to 55
+        instructions an element, 68 to 108 keep up with the memory; one row at a time, so that its sums cross few threads: two or more rows
+        took as many shuffles, or spilled. With heads of 96 and a 16-bit residual Triton 3.9 spills 2 numbers on sm_100, elsewhere none."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW
         live = None
@@ -468,10 +457,8 @@ if triton is not None:
     @triton.jit
     def _hadamard_grads_kernel(x, dy, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
                                C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr):
-        """
-        Partial sums over this program's rows of dy * scale * (x @ H) and of dy: row program_id(0) of dalpha and dbeta, (G, D) fp32.
-        x @ H is computed again, not saved: attention keeps x anyway. No atomics, so the sums come out the same every time.
-        """
+        """Partial sums over this program's rows of dy * scale * (x @ H) and of dy: row program_id(0) of dalpha and dbeta, (G, D) fp32.
+        x @ H is computed again, not saved: attention keeps x anyway. No atomics, so the sums come out the same every time."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
         da = (tl.zeros((R, W), tl.float32),) * (M * P)  # summed over rows once, at the end
@@ -501,13 +488,11 @@ _FEW = 132
 
 @lru_cache(256)
 def _plan(d, n_head, heads_only, bits, kind="forward"):
-    """
-    Shapes for the kernels above: (constexprs, num_warps), or None where they do not apply and the PyTorch path is taken: a factor m
+    """Shapes for the kernels above: (constexprs, num_warps), or None where they do not apply and the PyTorch path is taken: a factor m
     above 28, two factors that are no power of two, a mix over heads whose width is no multiple of 8, or d above 65536, which would spill.
     bits: 16 or 32, of one element.
     kind: "forward", "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads", "norm", "norm few",
-    "norm backward".
-    """
+    "norm backward"."""
     d, n_head = operator.index(d), operator.index(n_head)
     mh, ch = _split_order(n_head)
     mi, ci = (1, 1) if heads_only else _split_order(d // n_head)
@@ -643,10 +628,8 @@ def _hadamard_grads(x: torch.Tensor, dy: torch.Tensor, scale: float, n_head: int
 @torch.library.custom_op("kernels::hadamard_backward", mutates_args=())
 def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, scale: float, n_head: int,
                        heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    (scale * ((alpha * dy) @ H), *_hadamard_grads(x, dy)) at once, in PyTorch alone: one Triton kernel would move 6 bytes an element where
-    the two move 8, but take the instructions of both, some 50 where 40 keep up with memory.
-    """
+    """(scale * ((alpha * dy) @ H), *_hadamard_grads(x, dy)) at once, in PyTorch alone: one Triton kernel would move 6 bytes an element
+    where the two move 8, but take the instructions of both, some 50 where 40 keep up with memory."""
     return _grads_torch(x, dy, scale, n_head, heads_only, alpha)
 
 
@@ -823,8 +806,7 @@ def _as_rows(name, x, what="x"):
 
 
 def hadamard_transform(x, scale=1.0):
-    """
-    scale * (x @ H) over the last dimension, H = hadamard_matrix(x.shape[-1]).
+    """scale * (x @ H) over the last dimension, H = hadamard_matrix(x.shape[-1]).
 
     x: (..., d), fp32, bf16, fp16 (or fp64 off the Triton path), any strides. Returns x's shape and dtype; sums are fp32 or wider on
     the Triton path. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5
@@ -837,8 +819,7 @@ def hadamard_transform(x, scale=1.0):
 
 
 def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
-    """
-    alpha * (x @ H / sqrt(d)) + beta [1, eq. 1], in one pass over memory, with gradients of any order for x, alpha and beta.
+    """alpha * (x @ H / sqrt(d)) + beta [1, eq. 1], in one pass over memory, with gradients of any order for x, alpha and beta.
 
     x: (..., d), as for hadamard_transform; alpha, beta: (d,), float (typically fp32 beside bf16 rows). Returns x's shape and dtype.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d: the same matrix for most sizes, and the one whose inner factor can be folded into
@@ -856,9 +837,8 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
 
 
 def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5, rms=False, n_head=1, heads_only=False):
-    """
-    y = residual + hadamard_affine(x, alpha, beta, n_head, heads_only), and LayerNorm(y) * weight + shift: the end of an attention block and
-    what the next one starts from, in one pass. rms = True takes RMSNorm.
+    """y = residual + hadamard_affine(x, alpha, beta, n_head, heads_only), and LayerNorm(y) * weight + shift: the end of an attention block
+    and what the next one starts from, in one pass. rms = True takes RMSNorm.
 
     x (..., d); residual of its shape, any float dtype, often wider; alpha, beta, weight and shift (d,). Returns (y in residual's dtype, its
     norm in x's). Differentiable to second order in all six. In bf16 it moves 8 bytes an element, two steps 12,
