@@ -76,10 +76,8 @@ SIZES = {  # [1, table 2 and v1's sizes]: these reproduce every published parame
 
 
 def hadamard_heads(config):
-    """
-    The h of the layer's H = H_h (x) H_(d/h): n_head where both factors exist, which makes the inner one foldable into W_V; else 1, the
-    plain H_d. The order of the factors is a free choice of H: for 16 heads of 96 it is not that of H_12 (x) H_128, else it is the same.
-    """
+    """The h of the layer's H = H_h (x) H_(d/h): n_head where both factors exist, which makes the inner one foldable into W_V; else 1, the
+    plain H_d. The order of the factors is a free choice of H: for 16 heads of 96 it is not that of H_12 (x) H_128, else it is the same."""
     try:
         hadamard_matrix(config.n_head), hadamard_matrix(config.n_embd // config.n_head)
         return config.n_head
@@ -153,16 +151,14 @@ def causal_weights(q, k, i, e, dropout, seed):
 @torch.library.custom_op("model::blocked_attention", mutates_args=())
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, r: torch.Tensor | None, v: torch.Tensor, u: torch.Tensor | None,
                       seed: torch.Tensor | None, dropout: float) -> torch.Tensor:
-    """
-    Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T, and memory
+    """Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T, and memory
     linear in T, as the backward pass computes each block's weights again. With P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         r is None    out = P v                       v of any width
         else         out = (P * (r v^T)) u           the outer form of [2]: one more T x T product, and nothing larger
     q (N, T, w); k (N, S, w); v (N, S, any), or r (N, T, w), v, u (N, S, w); seed: of the dropout, () int64 on the CPU, None without; from
     outside, as a forward pass that is run again must find the same. Once differentiable. On a CPU in bf16 this is 1.4 times faster than
     PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), level with it in fp32, and it takes heads of any width,
-    dropout included.
-    """
+    dropout included."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if r is not None else q.new_empty(*q.shape[:2], v.size(-1))
     for i, e in query_blocks(q, k):
         n, _, P, drop = causal_weights(q, k, i, e, dropout, seed)
@@ -226,11 +222,9 @@ blocked_attention.register_autograd(attention_gradients, setup_context=save_atte
 
 
 def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
-    """
-    softmax(q k^T / sqrt(w)) v, or with r and u the outer form (softmax(..) * (r v^T)) u. All (B, h, T, w), v of any width where r is None;
-    k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u), under autocast in its
-    dtype. One query, T = 1, also takes a mask (1, S) in the dtype of q: 0 where it may look, -inf elsewhere.
-    """
+    """softmax(q k^T / sqrt(w)) v, or with r and u the outer form (softmax(..) * (r v^T)) u. All (B, h, T, w), v of any width where r is
+    None; k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u), under autocast in its
+    dtype. One query, T = 1, also takes a mask (1, S) in the dtype of q: 0 where it may look, -inf elsewhere."""
     T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
     if not 0 <= dropout < 1:
         raise ValueError(f"attention: dropout={dropout}: expected 0 to below 1")
@@ -268,8 +262,7 @@ def up_to(pos, length, dtype):
 
 
 class Attention(nn.Module):
-    """
-    Multi-head attention with four choices in the place of its output projection [1], or Dynamic Value Attention [2], whose value depends
+    """Multi-head attention with four choices in the place of its output projection [1], or Dynamic Value Attention [2], whose value depends
     on the query: v_R(B, A) = v(A) + r(B, A) with r made of q_R(B) and k_R(A).
 
         dva        r(B, A) = q_R(B) * k_R(A), elementwise [2, eq. 6-8]. q_R(B) does not depend on A, so it leaves the sum over A:
@@ -297,10 +290,8 @@ class Attention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, table=None, cache=None, at=None, mask=None, residual=None, norm=None):
-        """
-        x (B, T, d) -> (B, T, d); with residual and norm: residual + that, and its norm, in one pass. table: rope's cos and sin. cache: k
-        (B, h, length, d_h) and v, as wide, or for dva twice. at: x's places in it, a slice, or with mask (1, length) an int64 tensor (1,).
-        """
+        """x (B, T, d) -> (B, T, d); with residual and norm: residual + that, and its norm, in one pass. table: rope's cos and sin. cache: k
+        (B, h, length, d_h) and v, as wide, or for dva twice. at: x's places in it, a slice, or with mask (1, length) an int64 (1,)."""
         B, T, d = x.shape
         qkv = self.c_attn(x).unflatten(-1, (-1, d // self.n_head))                       # (B, T, 3h or 5h, d_h)
         qk, rest = qkv.split((2 * self.n_head, qkv.size(2) - 2 * self.n_head), 2)
@@ -381,8 +372,7 @@ HEAD_LOGITS = 2**26  # on a GPU four times as many; module-level, as torch.compi
 
 
 class HeadLoss(torch.autograd.Function):
-    """
-    Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> fp32 scalar. Targets of -100 do not
+    """Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> fp32 scalar. Targets of -100 do not
     count, as in F.cross_entropy. grads: whether backward may follow, which forward cannot see by itself.
 
     By slices of rows, each slice's gradients made at once while its logits are there: of all N x V logits no more than HEAD_LOGITS numbers
@@ -532,10 +522,8 @@ class GPT(nn.Module):
                 raise RuntimeError(f"nothing initialises {name}")
 
     def hidden(self, idx, cache=None, pos=0):
-        """
-        idx (B, T) of tokens at positions pos.. -> final normalised states (B, T, d). pos: a number, or for one token and with a cache
-        an int64 tensor (1,), which makes every step of generation the same work on tensors of the same shapes.
-        """
+        """idx (B, T) of tokens at positions pos.. -> final normalised states (B, T, d). pos: a number, or for one token and with a cache
+        an int64 tensor (1,), which makes every step of generation the same work on tensors of the same shapes."""
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
         T, at, mask = idx.size(1), pos, None
@@ -555,11 +543,8 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def forward(self, idx, targets=None, cache=None, pos=0):
-        """
-        idx: (B, T) int64. Without targets: logits (B, T, vocab_size). With targets (B, T): mean cross entropy in nats, fp32, of those that
-        are not -100.
-        cache (from new_cache) holds what attention needs of earlier tokens; idx then starts at position pos.
-        """
+        """idx: (B, T) int64. Without targets: logits (B, T, vocab_size). With targets (B, T): mean cross entropy in nats, fp32, of those
+        that are not -100. cache (from new_cache) holds what attention needs of earlier tokens; idx then starts at position pos."""
         if targets is not None and targets.shape != idx.shape:
             raise ValueError(f"targets have shape {tuple(targets.shape)}: expected that of idx, {tuple(idx.shape)}")
         x = self.hidden(idx, cache, pos)
@@ -577,12 +562,10 @@ class GPT(nn.Module):
                 for _ in range(c.n_layer)]
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None, use_cache=True):
-        """
-        Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token.
+        """Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token.
         The window: past block_size tokens it is cut to its last half and filled again, so that one pass over half a block serves half a
         block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly. On a GPU the
-        model and the draw are one CUDA graph for each token.
-        """
+        model and the draw are one CUDA graph for each token."""
         size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         uniform = draws(max_new_tokens, temperature, idx, generator)
@@ -625,11 +608,9 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T=None):
-        """
-        Floating-point operations of forward and backward for one token: 6 for every weight of a matrix product (the head included, table
+        """Floating-point operations of forward and backward for one token: 6 for every weight of a matrix product (the head included, table
         look-ups, vectors and the Hadamard transform's additions not), 6 T d for each T x T product of attention (two, dva has three, each
-        again for its gradients), unmasked as is customary.
-        """
+        again for its gradients), unmasked as is customary."""
         c, T = self.config, T or self.config.block_size
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
         head = c.vocab_size * c.n_embd if c.tie_weights else 0
@@ -663,10 +644,8 @@ def evaluating(model):
 
 
 def sample(logits, temperature, top_k, u):
-    """
-    One token for each row of logits (B, V), by u (B, 1) in [0, 1): (B, 1). In fp64, so that the draw does not hang on the last bits of a
-    sum; on the CPU for Apple's GPUs, which have none.
-    """
+    """One token for each row of logits (B, V), by u (B, 1) in [0, 1): (B, 1). In fp64, so that the draw does not hang on the last bits of a
+    sum; on the CPU for Apple's GPUs, which have none."""
     if temperature < 0 or (top_k or 0) < 0:
         raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 0")
     if temperature == 0:
@@ -693,10 +672,8 @@ side_stream = lru_cache(None)(torch.cuda.Stream)  # one for each device: cuBLAS 
 
 
 def captured(work, device, keep=()):
-    """
-    work(), which takes no arguments and leaves its results in tensors that stay where they are -> the same as one CUDA graph; on other
-    devices work itself. Before it can be recorded it must run once: the tensors in keep are put back as they were.
-    """
+    """work(), which takes no arguments and leaves its results in tensors that stay where they are -> the same as one CUDA graph; on other
+    devices work itself. Before it can be recorded it must run once: the tensors in keep are put back as they were."""
     if device.type != "cuda":
         return work
     with torch.cuda.device(device):
@@ -715,8 +692,7 @@ def captured(work, device, keep=()):
 
 @torch.no_grad()
 def fold_hadamard(model):
-    """
-    A trained `hadamard` model -> an equal `head_hadamard` model (a new GPT on the same device).
+    """A trained `hadamard` model -> an equal `head_hadamard` model (a new GPT on the same device).
 
     H_d = (H_h (x) I)(I (x) H_(d_h)), and the second factor acts inside each head. Attention weights mix over time only, so
     A_h (X W_V,h) H_(d_h) = A_h (X (W_V,h H_(d_h))): multiplied into W_V and its bias once, it costs nothing any more.
