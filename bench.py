@@ -191,12 +191,10 @@ def record(args, **fields):
 
 
 def timed(work, m, rounds=7, least=0.02):
-    """
-    Seconds a call: {name: f(i)} -> {name: (rounds,) array}. Rounds are interleaved, so that a machine that slows down slows all alike.
+    """Seconds a call: {name: f(i)} -> {name: (rounds,) array}. Rounds are interleaved, so that a machine that slows down slows all alike.
     Two calls warm up (compilation), or a whole turn of a ring: on a CPU the first one pays for pages never touched before. A sample is as
     many calls as last `least` seconds, between two synchronisations. i counts calls: with it f takes its inputs from a ring larger than
-    the cache.
-    """
+    the cache."""
     wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(m.device.type, lambda: None)
     count, calls, samples = dict.fromkeys(work, 0), {}, {name: [] for name in work}
 
@@ -359,10 +357,8 @@ def settings(kind, text, what):
 
 
 class Trainer:
-    """
-    One variant with one seed, a step at a time, by the same rules as train_gpt.py or train_shaq.py (recipe, data order, dropout), without
-    checkpoints. given: parameters of another model; those that both have start equal.
-    """
+    """One variant with one seed, a step at a time, by the same rules as train_gpt.py or train_shaq.py (recipe, data order, dropout),
+    without checkpoints. given: parameters of another model; those that both have start equal."""
 
     def __init__(self, kind, typed, data, m, seed, given=None, compiled=False):
         self.kind, self.data, self.m, self.seed, self.tokens = kind, data, m, seed, []  # tokens: of each step that was taken
@@ -755,12 +751,10 @@ ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200 can is
 
 
 def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual="", **flags):
-    """
-    Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, or "pool", "pool backward" with
-    flags of theirs; residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a thread and of shared memory; ops, the opcodes
-    with their modifiers in order; instructions an element in all (each) and in the longest loop (loop); plan. Not in a process that has
-    TRITON_INTERPRET=1.
-    """
+    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, or "pool", "pool backward"
+    with flags of theirs; residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a thread and of shared memory; ops, the
+    opcodes with their modifiers in order; instructions an element in all (each) and in the longest loop (loop); plan. Not in a process that
+    has TRITON_INTERPRET=1."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     rows = f"*{dtype}"
@@ -1213,11 +1207,9 @@ def bench_scaling(args):
 
 
 class Scorer:
-    """
-    What lm_eval.api.model.LM asks of a GPT for multiple choice; a request carries its strings in .args. prefix is the token before
+    """What lm_eval.api.model.LM asks of a GPT for multiple choice; a request carries its strings in .args. prefix is the token before
     everything where there is no context: <|endoftext|>, or a newline for bytes. Log-likelihoods are summed over the continuation's tokens,
-    in fp32.
-    """
+    in fp32."""
 
     def __init__(self, model, tokenizer, m, batch=16):
         super().__init__()
