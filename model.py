@@ -225,7 +225,7 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     """softmax(q k^T / sqrt(w)) v, or with r and u the outer form (softmax(..) * (r v^T)) u. All (B, h, T, w), v of any width where r is
     None; k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u), under autocast in its
     dtype. One query, T = 1, also takes a mask (1, S) in the dtype of q: 0 where it may look, -inf elsewhere."""
-    T, S, wide = q.size(2), k.size(2), max(q.size(-1), v.size(-1)) > 256
+    T, S = q.size(2), k.size(2)
     if not 0 <= dropout < 1:
         raise ValueError(f"attention: dropout={dropout}: expected 0 to below 1")
     if T > 1 and mask is not None:
@@ -241,13 +241,14 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     #    measured (bench.py kernels does); FlashAttention's author advises the same (Dao-AILab/flash-attention, issues 801 and 805).
     # 2. PyTorch's fused operator, for heads up to 256.
     # 3. S whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where blocks take 11 and 19.
-    if T > 1 and (q.device.type == "cpu" or T < S or ((wide or r is not None) and T > v.size(-1))):
+    flash = r is None and max(q.size(-1), v.size(-1)) <= 256
+    if T > 1 and (q.device.type == "cpu" or T < S or not flash and T > v.size(-1)):
         _reverse_mode_only("attention")
         # autocast's dtype, as PyTorch's operator does: it might still be on in backward, and cast some of the products
         flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, r, v, u)]
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
         return blocked_attention(*flat, seed, dropout).unflatten(0, q.shape[:2])
-    if r is None and not wide:
+    if flash:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=bool(T > 1))
     if T > 1:
         mask = q.new_full((T, T), -math.inf).triu(1)
