@@ -1110,12 +1110,12 @@ class SHAQ(nn.Module):
         with evaluating(self):
             windows = idx.split(1024, dim=1)                            # a long prompt is read as training reads it
             while len(out) <= max_new_tokens:
-                for window in windows:
+                for window in windows:                                  # all at once, as in training
                     logits, state = self(window, state=state)
                 u.copy_(uniform[len(out) - 1])
                 new.copy_(sample(logits[:, -1], temperature, top_k, u))                 # (B, 1)
                 out.append(new.clone())
-                n = max_new_tokens + 1 - len(out)
+                n = max_new_tokens + 1 - len(out)                       # so many one by one, the memories as rings
                 if self.config.memory == "mean":                        # the byte that closes a window is read as a prompt is
                     n = min([n] + [self.config.mean_window - 1 - m[2].size(1) for _, m in state if m is not None])
                 if n:
