@@ -50,8 +50,8 @@ def parse(argv=None, prog="train_gpt.py"):
     add = parser.add_argument
     add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (default tiny on CUDA, else nano)")
     for name, choices in CHOICES.items():
-        add(f"--{name}", choices=choices, help={"attn_out": "what stands in the place of attention's output projection"}.get(
-            name, f"(default {getattr(GPTConfig, name)})"))
+        add(f"--{name}", choices=choices, help="what stands in the place of attention's output projection" if name == "attn_out" else
+            f"(default {getattr(GPTConfig, name)})")
     for name in ("n_layer", "n_head", "n_embd", "block_size"):
         add(f"--{name}", type=number(int, 1), help="instead of the preset's")
     add("--bias", type=flag01, help="0: no bias in linear layers and LayerNorm")
