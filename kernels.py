@@ -970,20 +970,17 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
         c[:, :, 0] = edges[t // FO_CHUNK:t // FO_CHUNK + K * m:m].transpose(0, 1)  # every chunk starts on an edge
         for z_t, c_prev, f_t, c_t in _fo_steps(z_, c[:, :, :-1], f_, c[:, :, 1:]):
             torch.lerp(z_t, c_prev, f_t, out=c_t)
-
-        def out(grad):
-            grad[:, t:t + K * L].copy_(w.flatten(1, 2))
-
+        span = slice(t, t + K * L)
         if dh is None:
             dc.zero_()
             w.zero_()
         else:
-            w.flatten(1, 2).copy_(dh[:, t:t + K * L])
+            w.flatten(1, 2).copy_(dh[:, span])
             torch.mul(w, o_, out=dc)
             w.mul_(c[:, :, 1:])  # do_t = dh_t c_t
         if act:
             sigmoid_backward(w, o_, grad_input=w)
-        out(do)
+        do[:, span].copy_(w.flatten(1, 2))
         dc[:, -1, -1] += e
         for dc_t, f_next, dc_next in reversed(_fo_steps(dc[:, :, :-1], f_[:, :, 1:], dc[:, :, 1:])):
             dc_t.addcmul_(f_next, dc_next)  # dc_t = o_t dh_t + f_(t+1) dc_(t+1)
@@ -999,11 +996,11 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
         torch.sub(c[:, :, :L], z_, out=w).mul_(dc)  # df_t = (c_(t-1) - z_t) dc_t
         if act:
             sigmoid_backward(w, f_, grad_input=w)
-        out(df)
+        df[:, span].copy_(w.flatten(1, 2))
         torch.addcmul(dc, dc, f_, value=-1, out=w)  # dz_t = (1 - f_t) dc_t
         if act:
             tanh_backward(w, z_, grad_input=w)
-        out(dz)
+        dz[:, span].copy_(w.flatten(1, 2))
     return e
 
 
