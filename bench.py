@@ -515,11 +515,14 @@ def bench_compare(args):
     --equal=flops and --equal=time give each variant as many steps as the baseline's FLOPs or seconds allow; schedules are stretched."""
     m, kind = start(args), args.model
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
-    small = dict(gpt=("n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,lr=4e-3,min_lr=2e-4,max_steps=100,warmup_steps=10,"
-                      "eval_tokens=8192", "size=nano,max_steps=1000,eval_tokens=65536"),
-                 shaq=("n_embd=64,bptt=64,max_steps=100,warmup_steps=10,eval_tokens=8192",
-                       "n_embd=256,bptt=128,lr=8e-3,warmup_steps=50,max_steps=1000,mem_len=512,dropout=0,eval_tokens=65536"))[kind]
-    common = settings(kind, small[m.device.type != "cpu"] if args.set is None else args.set, "--set")
+    if kind == "gpt":
+        small = "n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,lr=4e-3,min_lr=2e-4,max_steps=100,warmup_steps=10"
+        large = "size=nano,max_steps=1000"
+    else:
+        small = "n_embd=64,bptt=64,max_steps=100,warmup_steps=10"
+        large = "n_embd=256,bptt=128,lr=8e-3,warmup_steps=50,max_steps=1000,mem_len=512,dropout=0"
+    default = f"{small},eval_tokens=8192" if m.device.type == "cpu" else f"{large},eval_tokens=65536"
+    common = settings(kind, default if args.set is None else args.set, "--set")
     variants = [settings(kind, t, "--variant") for t in texts]
     if len(texts) < 2:
         die("compare needs two --variant flags or more")
