@@ -169,9 +169,10 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
     dtype = reduce(torch.promote_types, [v.dtype for v in (x, alpha, beta, pre) if v is not None])
     wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # 16-bit rows, fp32 vectors: rounded once, on the way out
     scaled = None if pre is None else x.new_empty(r, x.shape[1])
-    if pre is not None and alpha is None and x.dtype != torch.float16:  # a pass less; fp16 would lose small gradients to its short range
+    if alpha is not None:
+        alpha = alpha * scale
+    elif pre is not None and x.dtype != torch.float16:  # a pass less; fp16 would lose small gradients to its short range
         pre, scale = pre * scale, 1.0
-    alpha = None if alpha is None else alpha * scale
     for block, o in zip(x.split(r), out.split(r)):
         w = o if wide is None else wide[:len(o)]
         if pre is not None:
@@ -199,7 +200,9 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     ones, w = x.new_ones(1, r, dtype=dtype), x.new_empty(r, x.shape[1], dtype=dtype)
     wide, narrow = (None, None) if dtype == x.dtype else (torch.empty_like(w), x.new_empty(r, x.shape[1]))
     late = x.dtype == torch.float16  # its short range would lose small gradients if they were scaled before the sums
-    dx, alpha = (None, None) if alpha is None else (torch.empty_like(x), alpha.to(dtype) * (1.0 if late else scale))
+    dx = None
+    if alpha is not None:
+        dx, alpha = torch.empty_like(x), alpha.to(dtype) * (1.0 if late else scale)
     blocks = zip(*(v.split(r) for v in (x, dy, x if dx is None else dx)))
     for X, g, o in reversed(list(blocks)):  # what was written last may still be in cache
         n = len(g)
