@@ -26,7 +26,6 @@ import os
 import platform
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -454,7 +453,7 @@ class Trainer:
         if progress.open:  # a terminal: the next line takes the place of this one
             print(end="\r" + 79 * " " + "\r", file=sys.stderr)
             progress.open = False
-        return curve, statistics.median(rates)
+        return curve, float(np.median(rates))
 
 
 @torch.no_grad()
