@@ -144,7 +144,7 @@ def evaluate(model, tokens, eval_tokens, s, m, streams=16):
             n = min(T, length - at)
             x, y = read(tokens, mine, length, at, n, m.device)
             nats, state = model(x, y, state)
-            loss = loss + (nats if m.device.type == "mps" else nats.double()) * n  # which has no fp64
+            loss = loss + (nats if m.device.type == "mps" else nats.double()) * n  # Apple's GPUs have no fp64
     if streams < m.world:  # each process has read all of them
         return (loss / length).item()
     return (m.mean(loss * len(mine) / length) * m.world / streams).item()
