@@ -217,7 +217,8 @@ def main():
         model.compile(dynamic=False)
     net = m.parallel(model)
 
-    flops, (peak, peak_from) = model.flops_per_token(), peak_flops(m)
+    flops = model.flops_per_token()
+    peak, peak_from = peak_flops(m)
     versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
     if m.rank == 0:
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),

@@ -133,7 +133,8 @@ def read(tokens, streams, length, at, T, device):
 
 def evaluate(model, tokens, eval_tokens, s, m, streams=16):
     "Loss in nats per token over the split's first eval_tokens, read in order with state and memory carried; the published evaluation"
-    total, streams = min(len(tokens) - 1, eval_tokens), min(streams, max(1, len(tokens) // 64))
+    total = min(len(tokens) - 1, eval_tokens)
+    streams = min(streams, max(1, len(tokens) // 64))
     length = total // streams
     if length < 1:
         die(f"{total:,} tokens are too few to evaluate {streams} streams on: raise --eval_tokens, or prepare more text")
@@ -227,7 +228,8 @@ def main():
     # model, optimiser
     model, optimizer = build(s, c, data, m)
     c = asdict(model.config)
-    first, at, epoch, best, state, minutes, evaluated = 0, 0, 0, math.inf, None, 0.0, None
+    first, epoch, at, state = 0, 0, 0, None  # the next step; where its windows start in the streams, and what came before them
+    best, minutes, evaluated = math.inf, 0.0, None
     if ckpt:
         try:
             model.load_state_dict(ckpt.pop("model"))  # 12 bytes a parameter with the optimiser's, on every process
@@ -250,7 +252,8 @@ def main():
     s.setdefault("min_lr", s["lr"] / 10)
     s.setdefault("eval_interval", max(1, round(min(per_epoch, s["max_steps"] / 20))))
 
-    parts, flops, (peak, peak_from) = model.param_breakdown(), model.flops_per_token(s["bptt"]), peak_flops(m)
+    parts, flops = model.param_breakdown(), model.flops_per_token(s["bptt"])
+    peak, peak_from = peak_flops(m)
     versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
     if m.rank == 0:
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
@@ -281,7 +284,8 @@ def main():
 
     # loop
     stop = StopSignal()
-    clock, saved, spent, counted = time.perf_counter(), True, 0.0, 0
+    clock, saved = time.perf_counter(), True
+    spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
     best_saved = True if resume and best_of(best_path) == best else None  # None: no best.pt is this run's, yet
     step = first
     while True:
