@@ -714,13 +714,14 @@ def pool_rows(args, m, B, T, H):
     half = torch.float16 if args.gpu and m.dtype == torch.bfloat16 else m.dtype  # cuDNN's own 16 bits: of old versions it has no other
     lstm = torch.nn.LSTM(H, H, batch_first=True).to(m.device, half)
     gates, x, dh = (ring(lambda n=n: torch.randn(B, T, n, device=m.device).to(m.dtype)) for n in (3 * H, H, H))
+    first_gates, first_dh = ([t[:, :short].contiguous() for t in tensors] for tensors in (gates, dh))
     loop = "loop" if short == T else f"loop, {T / short:g} times {short} steps"
     lstm_layer = "LSTM layer" + (f" (cuDNN, {str(half)[6:]})" if args.gpu else "")
     floor = 4 * B * T * H, 11 * B * T * H  # three logits read, h written; backward: logits and dh read, three gradients written
     layers = {"fo-pool": (lambda g: qrnn_pool(g)[0], (), [gates], [dh], floor),
               "QRNN layer (product and fo-pool)": (lambda x: qrnn(x)[0], tuple(qrnn.parameters()), [x], [dh], None),
               lstm_layer: (lambda x: lstm(x.to(half))[0].to(x.dtype), tuple(lstm.parameters()), [x], [dh], None),
-              loop: (pool_loop, (), *([[t[:, :short].contiguous() for t in ring]] for ring in (gates, dh)), floor)}
+              loop: (pool_loop, (), [first_gates], [first_dh], floor)}
     shares(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
            dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=(x, dh), times={loop: T / short})
 
@@ -737,8 +738,10 @@ def attention_rows(args, m, B, T, d):
 
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
     dva, mha = (d, d, 2 * d), (d, d, d)
-    layers = {"12 heads, PyTorch's operator": (split(sdpa, 12, *mha), 3, 1), "dva, as model.py does it": (split(attention, 1, *dva), 4, 2),
-              "dva, PyTorch's operator": (split(sdpa, 1, *dva), 4, 2), "dva, all T x T in memory": (split(plain, 1, *dva), 4, 2),
+    layers = {"12 heads, PyTorch's operator": (split(sdpa, 12, *mha), 3, 1),  # and how many d its input and its output are wide
+              "dva, as model.py does it": (split(attention, 1, *dva), 4, 2),
+              "dva, PyTorch's operator": (split(sdpa, 1, *dva), 4, 2),
+              "dva, all T x T in memory": (split(plain, 1, *dva), 4, 2),
               "dva_outer": (split(lambda q, k, r, v, u: attention(q, k, v, r, u), 1, d, d, d, d, d), 5, 1)}
     x, dy = ({n: ring(lambda n=n: torch.randn(B, T, n * d, device=m.device).to(m.dtype)) for n in ns} for ns in ((3, 4, 5), (1, 2)))
     shares(args, m, f"causal attention, B {B}, T {T}, d {d}", dict(op="attention", B=B, T=T, d=d),
