@@ -1408,14 +1408,18 @@ def param_groups(model, weight_decay, decay="matrices"):
             dict(params=[p for p in params if p.dim() < 2 and decay != "all"], weight_decay=0.0)]
 
 
+KINDS = dict(GPT=(GPT, GPTConfig), SHAQ=(SHAQ, SHAQConfig))  # of checkpoints
+
+
 def load_checkpoint(path, kind=None):
     "-> the checkpoint, a dict. ValueError in one line: none of ours, of another version, or not of this kind (GPT | SHAQ)."
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(ckpt, dict) or ckpt.get("kind") not in ("GPT", "SHAQ") or not {"config", "model", "data"} <= set(ckpt):
+        if not isinstance(ckpt, dict) or ckpt.get("kind") not in KINDS or not {"config", "model", "data"} <= set(ckpt):
             raise KeyError
         if kind == ckpt["kind"] and not {"settings", "optimizer", "step"} <= set(ckpt):  # enough to sample from, not to train on
             raise KeyError
+        held = {name: t.shape for name, t in ckpt["model"].items()}
         with zipfile.ZipFile(path) as z:  # torch.load leaves the checksums unread
             if z.testzip():
                 raise ValueError
@@ -1428,16 +1432,21 @@ def load_checkpoint(path, kind=None):
     if kind not in (None, ckpt["kind"]):
         raise ValueError(f"{path} is a checkpoint of {'train_shaq.py' if kind == 'GPT' else 'train_gpt.py'}: "
                          "go on with it there, or name another")
-    unknown = sorted(set(ckpt["config"]) - {f.name for f in fields(GPTConfig if ckpt["kind"] == "GPT" else SHAQConfig)})
-    if unknown:
-        raise ValueError(f"{path} has settings that this model.py does not know ({', '.join(unknown)}): another version wrote it "
+    Model, Config = KINDS[ckpt["kind"]]
+    what, unlike = "settings that this model.py does not know", set(ckpt["config"]) - {f.name for f in fields(Config)}
+    if not unlike:
+        with torch.device("meta"):  # names and shapes alone
+            made = {name: t.shape for name, t in Model(Config(**ckpt["config"])).state_dict().items()}
+        what, unlike = "other parameters than this model.py makes", {name for name, _ in held.items() ^ made.items()}
+    if unlike:
+        raise ValueError(f"{path} has {what} ({', '.join(sorted(unlike)[:4])}{', ..' * (len(unlike) > 4)}): another version wrote it "
                          f"(commit: {ckpt.get('versions', {}).get('git') or 'not recorded'}); take that one, or train anew")
     return ckpt
 
 
 def model_of(ckpt):
     "The model of a checkpoint, on the CPU"
-    Model, Config = {"GPT": (GPT, GPTConfig), "SHAQ": (SHAQ, SHAQConfig)}[ckpt["kind"]]
+    Model, Config = KINDS[ckpt["kind"]]
     model = Model(Config(**ckpt["config"]))
     model.load_state_dict(ckpt["model"])
     return model

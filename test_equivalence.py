@@ -1824,6 +1824,8 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     ckpt = load_checkpoint(str(path))
     torch.save(ckpt | dict(config=ckpt["config"] | dict(n_expert=4)), path)  # left out, it would be another model
     one_line(train("--resume"), "ckpt.pt", "(n_expert): another version")
+    torch.save(ckpt | dict(config=ckpt["config"] | dict(n_embd=64)), path)
+    one_line(train("--resume"), "ckpt.pt", "other parameters", "(h.0.attn.alpha, h.0.attn.beta, ", "..): another version")
 
 
 class Code:
@@ -1880,11 +1882,15 @@ def test_sample_without_flags_is_what_help_says(tmp_path, monkeypatch):
 def test_sample_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
     m = make(vocab_size=256)
     save_model(tmp_path / "ckpt.pt", m)
+    hacked = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    hacked["model"]["h.0.attn.gate"] = hacked["model"].pop("h.0.ln_1.bias")
+    torch.save(hacked, tmp_path / "hacked.pt")
     monkeypatch.setattr(m, "config", SimpleNamespace(n_expert=4, **asdict(m.config)))
     save_model(tmp_path / "later.pt", m)
     monkeypatch.chdir(tmp_path)
     for status, flag, word in ((1, "--ckpt=none.pt", "none.pt does not exist"), (1, "--ckpt=.", "."), (1, "--prompt=", "--prompt"),
                                (1, "--ckpt=later.pt", "(n_expert): another version"),
+                               (1, "--ckpt=hacked.pt", "(h.0.attn.gate, h.0.ln_1.bias): another version"),
                                (2, "--top_k=-1", "top_k"), (2, "--temperature=-1", "temperature"), (2, "--tokens=-1", "tokens"),
                                (2, "--device=gpu", "device"), (1, f"--device={ABSENT}", "take --device=cpu")):
         monkeypatch.setattr(sys, "argv", ["model.py", "--ckpt=ckpt.pt", "--device=cpu", flag])
