@@ -1006,7 +1006,7 @@ class SHAQBlock(nn.Module):
         dtype = self.rnn.weight_hh_l0.dtype
         if state and h.size(1) == 1 and not self.training:  # cuDNN, where it cannot keep 16-bit weights packed, would copy them each time
             with torch.autocast("cuda" if h.is_cuda else "cpu", enabled=False):
-                state = torch.lstm_cell(h[:, 0].to(dtype), [s.to(dtype) for s in state], *self.rnn._flat_weights)
+                state = torch.lstm_cell(h[:, 0].to(dtype), [s.to(dtype) for s in state], *self.rnn.all_weights[0])
             return state[0][:, None], state
         state = state and tuple(s[None].to(dtype) for s in state)
         if h.is_cuda:
