@@ -824,17 +824,17 @@ def hadamard_transform(x, scale=1.0):
 def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     """alpha * (x @ H / sqrt(d)) + beta [1, eq. 1], in one pass over memory, with gradients of any order for x, alpha and beta.
 
-    x: (..., d), as for hadamard_transform; alpha, beta: (d,), float (typically fp32 beside bf16 rows). Returns x's shape and dtype.
+    x: (..., d), as for hadamard_transform; alpha, beta: (d,), float (often fp32 beside bf16 rows), or None. Returns x's shape and dtype.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d: the same matrix for most sizes, and the one whose inner factor can be folded into
     the value projection for all. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
     """
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)
-    d = x.shape[-1]
-    if n_head < 1 or d % n_head or alpha.shape != (d,) or beta.shape != (d,):
+    d, vectors = x.shape[-1], {n: t for n, t in (("alpha", alpha), ("beta", beta)) if t is not None}
+    if n_head < 1 or d % n_head or any(t.shape != (d,) for t in vectors.values()):
         raise ValueError(f"hadamard_affine: x (..., d) with d a multiple of n_head, alpha (d,) and beta (d,); got x {tuple(x.shape)}, "
-                         f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
-    _check_meta("hadamard_affine", x, alpha, beta)
+                         + "".join(f"{n} {tuple(t.shape)}, " for n, t in vectors.items()) + f"n_head {n_head}")
+    _check_meta("hadamard_affine", x, *vectors.values())
     scale = (n_head if heads_only else d) ** -0.5
     return _hadamard(rows, alpha, beta, None, scale, n_head, heads_only).view(x.shape)
 

@@ -28,7 +28,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import _reverse_mode_only, hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, qrnn_pool, triton
+from kernels import (_check_meta, _reverse_mode_only, hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused,
+                     qrnn_pool, triton)
 
 # -----------------------------------------------------------------------------
 # GPT: settings
@@ -235,6 +236,7 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
             (r is None) != (u is None) or r is not None and (r.shape, u.shape) != (q.shape, k.shape)):
         raise ValueError("attention: expected q, r (B, h, T, w), k, u (B, h, S, w), v (B, h, S, any), S >= T, r and u or neither; got "
                          + ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip("qkvru", (q, k, v, r, u)) if t is not None))
+    _check_meta("attention", *(t for t in (q, k, v, r, u) if t is not None))
     # One of three ways:
     # 1. Blocks of query rows: on a CPU, over a memory, and where no flash kernel serves (heads above 256, the outer form) and S is larger
     #    than v. No kernel of our own: its sums, 768 or 1,536 wide [2], outgrow the registers, so it would form S anew for every few hundred

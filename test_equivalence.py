@@ -200,11 +200,12 @@ def test_hadamard_transform_is_the_dense_product():
 @pytest.mark.parametrize("d, n_head, heads_only", LAYERS)
 def test_hadamard_affine_and_gradients_are_the_dense_layers(d, n_head, heads_only):
     x, alpha, beta, dy = randn(33, d, grad=True), randn(d, grad=True), randn(d, grad=True), randn(33, d)
-    y = hadamard_affine(x, alpha, beta, n_head, heads_only)
-    z = alpha * (x @ layer_matrix(d, n_head, heads_only)) + beta                                                      # [1, eq. 1]
-    assert error(y, z.detach()) < 1e-12
-    for g, exact in zip(torch.autograd.grad(y, (x, alpha, beta), dy), torch.autograd.grad(z, (x, alpha, beta), dy)):
-        assert error(g, exact) < 1e-12
+    for a, b in ((alpha, beta), (alpha, None), (None, beta)):
+        y, leaf = hadamard_affine(x, a, b, n_head, heads_only), [t for t in (x, a, b) if t is not None]
+        z = (1 if a is None else a) * (x @ layer_matrix(d, n_head, heads_only)) + (0 if b is None else b)             # [1, eq. 1]
+        assert error(y, z.detach()) < 1e-12
+        for g, exact in zip(torch.autograd.grad(y, leaf, dy), torch.autograd.grad(z, leaf, dy)):
+            assert error(g, exact) < 1e-12
 
 
 @pytest.mark.parametrize("d, n_head, heads_only", [(12, 1, False), (8, 2, False), (24, 2, False), (24, 12, True), (8, 1, True)])
@@ -442,7 +443,7 @@ def test_each_half_of_kernels_py_works_alone(half, use, tmp_path, monkeypatch):
 def test_attention_works_alone_in_another_file(tmp_path, monkeypatch):
     model, top = ((HERE / name).read_text(encoding="utf-8") for name in ("model.py", "kernels.py"))
     part = model[model.index("def product_dtype("):model.index("def up_to(")].replace('"model::', '"alone::')
-    head = "import math\nimport torch\nimport torch.nn.functional as F\n" + top[top.index("def _reverse_mode_only("):top.index("# ---")]
+    head = "import math\nimport torch\nimport torch.nn.functional as F\n" + top[top.index("def _check_meta("):top.index("# ---")]
     (tmp_path / "attention_alone.py").write_text(head + part, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     mine, leaf = importlib.import_module("attention_alone"), [randn(2, 3, 20, 8, grad=True) for _ in range(5)]
@@ -830,6 +831,7 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
                   (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q), (q, q, q, q), (q, q, q, None, q)):
         refuses(lambda: attention(*wrong), "expected q, r (B, h, T, w)", "got q (2, 4, ")
     refuses(lambda: attention(q, q, q, dropout=1.0), "dropout=1.0", "below 1")  # blocks divide by 1 - dropout
+    refuses(lambda: attention(q, q, q.to("meta")), "attention", "cpu, cpu, meta")  # it returned memory that nothing had written
     refuses(lambda: attention(q[0], q[0], q[0]), "expected q, r (B, h, T, w)", "got q (4, 3, 8)")
     idx, m = torch.zeros(1, 5, dtype=torch.int64), GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=11, block_size=5))
     for targets in (idx[:, :1], idx[0], idx.repeat(2, 1)):
