@@ -84,7 +84,8 @@ def run(main, again=""):
         die("interrupted" + again, 130)
     except (MemoryError, RuntimeError) as e:  # PyTorch's own are RuntimeErrors
         for words, advice in (("C++ compiler", "torch.compile wants a C++ compiler: install g++, or take --compile=0"),
-                              ("C compiler", "Triton wants a C compiler: install gcc"),
+                              ("C compiler", "Triton wants a C compiler: install gcc, or uninstall triton and take --compile=0"),
+                              ("too old to be", "this GPU is too old for Triton: uninstall that and take --compile=0"),
                               ("working triton", "torch.compile wants Triton on a GPU: install it, or take --compile=0")):
             if words in str(e):
                 die(advice)

@@ -3361,7 +3361,7 @@ def test_data_a_folder_whose_preparation_failed_is_still_prepared_by_one_alone(t
 
 
 def test_data_what_goes_wrong_anywhere_is_one_line(capsys):
-    from torch._inductor.exc import TritonMissing
+    from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
     def ends(error):
         def main():
             raise error
@@ -3371,8 +3371,9 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys):
     fails(capsys, ends(PermissionError(errno.EACCES, "Permission denied", "x/y")), "x/y: Permission denied; choose a place")
     fails(capsys, ends(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")), "out of memory: take a smaller", "2.00 GiB")
     fails(capsys, ends(RuntimeError("InvalidCxxCompiler: No working C++ compiler found")), "install g++", "--compile=0")
-    fails(capsys, ends(RuntimeError("Failed to find C compiler. Please specify via CC")), "install gcc")
+    fails(capsys, ends(RuntimeError("Failed to find C compiler. Please specify via CC")), "install gcc", "--compile=0")
     fails(capsys, ends(TritonMissing(None)), "wants Triton", "--compile=0")
+    fails(capsys, ends(GPUTooOldForTriton(SimpleNamespace(name="P100", major=6, minor=0), None)), "too old", "--compile=0")
     for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), TypeError("a fault of ours")):
         with pytest.raises(type(error)):
             ends(error)()
