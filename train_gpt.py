@@ -215,7 +215,6 @@ def main():
     if s["compile"]:
         # in place: the checkpoint's keys stay as they are. An evaluation's last batch, if smaller, is no reason for symbolic shapes
         model.compile(dynamic=False)
-    net = m.parallel(model)
 
     flops = model.flops_per_token()
     peak, peak_from = peak_flops(m)
@@ -223,6 +222,7 @@ def main():
     if m.rank == 0:
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
                   dict(settings=s, config=c, params=model.num_params(), machine=m.note, versions=versions), ckpt and first)
+    net = m.parallel(model)  # here the others wait for rank 0, whose log may be taken: before StopSignal torchrun ends them at once
     say(m.note)
     say(f"{s['size']}, {c['attn']}, {c['attn_out']}: {model.num_params():,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")

@@ -243,7 +243,6 @@ def main():
     ckpt = None  # stage 2 has no use for what is left
     if s["compile"]:
         model.compile()
-    net = m.parallel(model)
     per_epoch = length / average_length(s["seed"], s["bptt"])
     if s.get("max_steps") is None:
         s["max_steps"] = math.ceil(s["epochs"] * per_epoch)
@@ -259,6 +258,7 @@ def main():
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
                   dict(settings=s, config=c, params=sum(parts.values()), machine=m.note, versions=versions),
                   first if resume else None)
+    net = m.parallel(model)  # here the others wait for rank 0, whose log may be taken: before StopSignal torchrun ends them at once
     say(m.note)
     say(f"{s['preset']}: {c['n_layer']} blocks of width {c['n_embd']}, {sum(parts.values()):,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in parts.items()) + ")")
