@@ -1808,6 +1808,7 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
                  "--weight_decay=0", "--max_minutes=9"):
         one_line(train("--resume", flag), flag.partition("=")[0].strip("-"), "checkpoint")
         assert path.read_bytes() == good
+    one_line(train("--resume", "--micro_batch=3"), "take another --micro_batch or number of processes")  # --batch_tokens stays
     flip = bytearray(good)
     flip[len(good) // 2] ^= 1
     files = [good[:-9], good[:1000], bytes(flip), b"", b"hello" * 99]
@@ -2780,17 +2781,18 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, capsys, mon
     assert torch.load(tmp_path / "o/best.pt", weights_only=True)["config"]["n_embd"] == 16
     fails(capsys, lambda: train_shaq_here("--resume", "--n_embd=32", out), "n_embd", "checkpoint")
     fails(capsys, lambda: train_shaq_here("--resume", "--max_minutes=9", out), "max_minutes", "checkpoint")  # the schedule hangs on it
-    fails(capsys, lambda: train_shaq_here("--attn_layers=x", out), "--attn_layers", "'x'", status=2)
+    fails(capsys, lambda: train_shaq_here("--attn_layers=x", out), "--attn_layers", "invalid N[,N] value: 'x'", status=2)
     assert train_shaq.blocks("4,2") == (2, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_shaq, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 3, ""))
+        patch.setattr(model_py.Machine, "all", lambda self, done: done)
+        fails(capsys, lambda: train_shaq_here(out), "--batch=2", "3 processes: take a multiple of 3, or another number of processes")
+        fails(capsys, lambda: train_shaq_here("--resume", out), "3 processes: take another number of processes")  # it refuses a batch
     with monkeypatch.context() as patch:
         patch.setattr(train_shaq, "write_or_warn", lambda path, f: path.endswith("best.pt"))  # a full disk
         fails(capsys, lambda: train_shaq_here("--max_steps=1", out), "could not be written")
         patch.setattr(train_shaq, "write_or_warn", lambda path, f: path.endswith("ckpt.pt"))
         fails(capsys, lambda: train_shaq_here("--max_steps=1", "--n_embd=8", out), "could not be written", "best.pt")
-    with monkeypatch.context() as patch:
-        patch.setattr(train_shaq, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 3, ""))
-        patch.setattr(model_py.Machine, "all", lambda self, done: done)
-        fails(capsys, lambda: train_shaq_here(out), "--batch=2", "3 processes")
     fails(capsys, lambda: train_shaq_here("--resume", "--stage2=x", out), "--stage2", "--resume")
     fails(capsys, lambda: train_shaq_here("--stage2=", out), "does not exist")
     torch.save(dict(kind="GPT", config={}, model={}, data={}), tmp_path / "gpt.pt")

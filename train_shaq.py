@@ -42,6 +42,9 @@ def blocks(text):
     return tuple(sorted(set(map(int, text.split(",")))))
 
 
+blocks.__name__ = "N[,N]"  # argparse says "invalid N[,N] value"
+
+
 def parse(argv=None, prog="train_shaq.py"):
     parser = Parser(prog=prog, description=__doc__, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
@@ -218,7 +221,8 @@ def main():
         was, now = ("{name} ({tokenizer}, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], source))
         die(f"{path if resume else stage2} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew")
     if s["batch"] % m.world:
-        die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take a multiple of {m.world}")
+        die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take "
+            + ("" if resume else f"a multiple of {m.world}, or ") + "another number of processes")
     streams = range(m.rank * s["batch"] // m.world, (m.rank + 1) * s["batch"] // m.world)
     length = (len(data.train) - 1) // s["batch"]
     if length < s["bptt"]:
