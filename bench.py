@@ -1554,7 +1554,7 @@ def main(argv=None):
     while argv and not argv[0].startswith("-"):
         what.append(argv.pop(0))
     if not what:
-        if set(argv) & {"-h", "--help"}:
+        if __doc__ and set(argv) & {"-h", "--help"}:  # python -OO leaves none
             return print(__doc__.strip())
         die(f"say what to measure: python bench.py {' | '.join(COMMANDS)}")
     known("WHAT", what, COMMANDS)

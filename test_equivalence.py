@@ -2630,6 +2630,7 @@ def test_lamb_wants_fp32_and_numbers_that_make_sense():
     low, optimizer, table = torch.nn.Parameter(torch.randn(3).bfloat16()), LAMB(lamb_parameters()), nn.Embedding(5, 2, sparse=True)
     refuses(lambda: LAMB([low]), "bfloat16")
     refuses(lambda: optimizer.add_param_group(dict(params=[low])), "bfloat16")
+    assert len(optimizer.param_groups) == 1
     table(torch.tensor([1])).sum().backward()
     refuses(LAMB(table.parameters()).step, "sparse=False")
     for bad in (dict(lr=-1), dict(eps=0), dict(betas=(0.9, 1.0)), dict(weight_decay=-1)):
@@ -3853,6 +3854,8 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
                         (["scaling", "--sizes=nano,dva_book"], "--set dataset=NAME")):
         fails(capsys, lambda: bench.main(argv), words)
     assert bench.settings("shaq", "attn_layers=2,4, n_embd=32", "") == dict(attn_layers=(2, 4), n_embd=32)
+    monkeypatch.setattr(bench, "__doc__", None)  # of python -OO
+    fails(capsys, lambda: bench.main(["--help"]), "say what to measure")
     monkeypatch.setattr(bench, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 2, ""))
     fails(capsys, lambda: bench.main(["params"]), "without torchrun")
 
