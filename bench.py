@@ -19,6 +19,7 @@ the flags of one.
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import math
 import multiprocessing
@@ -1125,31 +1126,49 @@ def paper_points(out):
     return [(flops, math.log(perplexity[OUTS.index(out)])) for flops, *perplexity in PERPLEXITY.values()]
 
 
+def at_best_rate(runs):
+    "Records of one variant's runs -> {size: those at the learning rate whose mean loss is the lowest}"
+    sizes = {}
+    for r in runs:
+        sizes.setdefault(r["size"], {}).setdefault(r.get("lr"), []).append(r)
+    return {size: min(rates.values(), key=lambda mine: np.mean([r["val_loss"] for r in mine])) for size, rates in sizes.items()}
+
+
+def loss_against_compute(runs):
+    "Records of one variant's runs at one rate a size -> mean FLOPs and mean loss of each size"
+    return tuple(np.array([np.mean([r[key] for r in mine]) for mine in runs.values()]) for key in ("compute", "val_loss"))
+
+
 @command(lambda gpu: (
     ("sizes", dict(type=names, default="2x64,3x96,4x128,4x192" if gpu else "1x16,2x16,2x24,2x32", help="names, or layers x width")),
     ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
+    ("lr", dict(type=listed(number(float, 0)), help="learning rates, each falling to a tenth: of each size and variant the best counts "
+                f"(default {'2e-3,4e-3,8e-3' if gpu else '8e-3,16e-3,32e-3'}; for sizes by name their recipe's)")),
     ("set", dict(default="", action=Joined, help="name=value,.. for all (on a CPU batches of 2048 tokens, T 128, where not given)")),
-    ("tokens_per_param", dict(type=number(float, 0), default=20.0, help="compute-optimal: 20")),
+    ("tokens_per_param", dict(type=number(float, 0), default=20.0, help="of the baseline; compute-optimal: 20")),
     ("seeds", dict(type=number(int, 1), default=1, help="how many")),
     ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile"))))
 def bench_scaling(args):
-    """Each size trained on 20 tokens per parameter; loss against compute (6 N D, as the paper counts), and the exponent of loss ~ C^s. Its
-    error: from the residuals of the fit, and over seeds, each with its own fit (runs of one seed share data and initial values, so
-    differences are paired)."""
+    """Of each size the baseline is trained on 20 tokens per parameter, the others on as many FLOPs, each at its best learning rate; loss
+    against compute, and the exponent of loss ~ C^s. Its error: from the residuals of the fit, and over seeds, each with its own fit (runs
+    of one seed share data and initial values, so differences are paired)."""
     m = start(args)
-    small = "" if args.gpu else "block_size=128,batch_tokens=2048,lr=4e-3,min_lr=4e-4,eval_tokens=65536"
+    small = "" if args.gpu else "block_size=128,batch_tokens=2048,eval_tokens=65536"
     common = settings("gpt", args.set or small, "--set")
     known("--variants", args.variants, OUTS)
-    if own := {"size", "n_layer", "n_embd", "attn_out", "max_steps"} & set(common):
-        die(f"scaling chooses {', '.join(sorted(own))} itself: drop it from --set, and name shapes in --sizes, projections in --variants")
-    sizes = {}
+    if own := {"size", "n_layer", "n_embd", "attn_out", "max_steps", "lr", "min_lr"} & set(common):
+        die(f"scaling chooses {', '.join(sorted(own))} itself: drop it from --set, and name shapes in --sizes, projections in --variants, "
+            "rates in --lr")
+    sizes, rates = {}, {}
     for name in args.sizes:
         if shape := re.fullmatch(r"(\d+)x(\d+)", name):
             sizes[name] = dict(size="nano", n_layer=int(shape[1]), n_embd=int(shape[2]), n_head=4)
+            rates[name] = args.lr or ([2e-3, 4e-3, 8e-3] if args.gpu else [8e-3, 16e-3, 32e-3])
         else:
             known("--sizes", [name], SIZES)
             sizes[name] = dict(size=name)
+            rates[name] = args.lr or [None]  # the recipe's
     if len(sizes) < 2:
         die("scaling needs two sizes or more")
     if args.compile:
@@ -1158,53 +1177,61 @@ def bench_scaling(args):
     if len({s["dataset"] for s in settled}) > 1:
         die("these sizes' recipes name different data: give one to all, --set dataset=NAME")
     data = load_dataset(settled[0]["dataset"], settled[0]["data_dir"])
-    seeds, loss, compute, papers, rows = range(args.seed, args.seed + args.seeds), {}, {}, {}, []
+    runs, rows, base = {out: [] for out in args.variants}, [], args.variants[0]
+    seeds, total = range(args.seed, args.seed + args.seeds), sum(map(len, rates.values())) * len(args.variants) * args.seeds
     for size, shape in sizes.items():
-        for seed in seeds:
+        papers = {}
+        for seed, lr in itertools.product(seeds, rates[size]):
             def make(out, given=None):
-                return Trainer("gpt", shape | common | dict(attn_out=out), data, m, seed, given, args.compile)
+                rate = dict(lr=lr, min_lr=lr / 10) if lr is not None else {}
+                return Trainer("gpt", shape | common | rate | dict(attn_out=out), data, m, seed, given, args.compile)
 
-            given = dict(make(args.variants[0]).model.named_parameters())
+            first = make(base)
+            steps = max(1, round(args.tokens_per_param * first.params / first.step_tokens))
+            given = dict(first.model.named_parameters())
             for out in args.variants:
                 t = make(out, given)
-                t.set_steps(max(1, round(args.tokens_per_param * t.params / t.step_tokens)))
+                t.set_steps(max(1, round(steps * first.flops / t.flops)))
                 t.warmup = min(t.warmup, t.steps // 10)
                 if t.steps * t.step_tokens > 4 * len(data.train):
                     print(f"note: {size} reads {data.name}'s {len(data.train):,} tokens "
                           f"{t.steps * t.step_tokens / len(data.train):.1f} times", file=sys.stderr)
-                curve, rate = t.run(f"run {len(loss) + 1} of {len(sizes) * len(seeds) * len(args.variants)}")
-                papers[out, size] = paper_quality("gpt", t)
-                loss[out, size, seed], compute[out, size] = curve[-1][2], 6 * t.params * t.steps * t.step_tokens
-                record(args, size=size, variant=out, seed=seed, params=t.params, tokens=t.steps * t.step_tokens, compute=compute[out, size],
-                       val_loss=curve[-1][2], tokens_per_s=rate, dataset=data.name, curve=curve)
-                print(f"{size} {out} seed {seed}: {t.params:,} parameters, {t.steps:,} steps, {curve[-1][2]:.4f} nats per token",
-                      file=sys.stderr)
+                curve, pace = t.run(f"run {sum(map(len, runs.values())) + 1} of {total}")
+                papers[out] = paper_quality("gpt", t)
+                runs[out].append(dict(
+                    size=size, variant=out, seed=seed, lr=t.s["lr"], params=t.params, tokens=t.steps * t.step_tokens,
+                    compute=t.flops * t.steps * t.step_tokens, val_loss=curve[-1][2], tokens_per_s=pace, dataset=data.name, curve=curve))
+                record(args, **runs[out][-1])
+                print(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {t.steps:,} steps, "
+                      f"{curve[-1][2]:.4f} nats per token", file=sys.stderr)
         for out in args.variants:
-            mine, base = ([loss[variant, size, seed] for seed in seeds] for variant in (out, args.variants[0]))
-            ours, paper = np.mean(mine), papers[out, size]
-            rows.append((size, out, f"{compute[out, size]:.3g}", paper and f"{paper:.2f}", f"{math.exp(ours):.2f}",
+            mine, others = at_best_rate(runs[out])[size], at_best_rate(runs[base])[size]
+            best, loss = mine[0]["lr"], [r["val_loss"] for r in mine]
+            if len(rates[size]) > 1 and best in (min(rates[size]), max(rates[size])):
+                print(f"note: {size} {out} is best at lr {best:g}, at an end of those that were tried: give --lr more there",
+                      file=sys.stderr)
+            ours, paper = np.mean(loss), papers[out]
+            rows.append((size, out, f"{mine[0]['compute']:.3g}", f"{best:g}", paper and f"{paper:.2f}", f"{math.exp(ours):.2f}",
                          signed(paper and math.exp(ours) - paper), f"{ours:.4f}",
-                         None if out == args.variants[0] else with_error(*paired(mine, base))))
-    table(args, f"Compute-optimal runs, {args.tokens_per_param:g} tokens per parameter, {data.name}, "
+                         None if out == base else with_error(*paired(loss, [r["val_loss"] for r in others]))))
+    table(args, f"Runs of equal FLOPs, {args.tokens_per_param:g} tokens per parameter of {base}, {data.name}, "
           f"{args.seeds} seed{'s' * (args.seeds > 1)}",
-          ["size", "variant", "FLOPs", "paper's perplexity", "perplexity", "difference", "loss, nats per token",
-           f"against {args.variants[0]}"], rows)
-
-    def fit(out, seeds):
-        return slope([compute[out, z] for z in sizes], [np.mean([loss[out, z, k] for k in seeds]) for z in sizes])
-
-    rows, slopes = [], {out: [fit(out, [k])[0] for k in seeds] for out in args.variants}
+          ["size", "variant", "FLOPs", "best learning rate", "paper's perplexity", "perplexity", "difference", "loss, nats per token",
+           f"against {base}"], rows)
+    rows, slopes = [], {}
     for out in args.variants:
-        s, error, _ = fit(out, seeds)
+        best = at_best_rate(runs[out])
+        slopes[out] = [slope(*loss_against_compute({z: [r for r in mine if r["seed"] == k] for z, mine in best.items()}))[0] for k in seeds]
+        s, error, _ = slope(*loss_against_compute(best))
         over_seeds = paired(slopes[out], [0.0] * args.seeds)[1]
         paper = slope(*zip(*paper_points(out)))[0] if out in OUTS[:2] else None
         rows.append((out, paper and f"{paper:.4f}", f"{s:.4f}", signed(paper and s - paper, "{:+.4f}"),
                      error and f"{error:.4f}", over_seeds and f"{over_seeds:.4f}",
-                     None if out == args.variants[0] else with_error(*paired(slopes[out], slopes[args.variants[0]]))))
+                     None if out == base else with_error(*paired(slopes[out], slopes[base]))))
         record(args, variant=out, exponent=s, error=error, over_seeds=over_seeds, sizes=list(sizes))
     table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities, on other data", [
         "variant", "paper", "measured", "difference", "standard error of the fit", "over seeds",
-        f"against {args.variants[0]}, over seeds"], rows)
+        f"against {base}, over seeds"], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -1469,19 +1496,15 @@ def plot_scaling(plt, rows):
     rows = [r for r in rows if "val_loss" in r]
     fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for i, out in enumerate(dict.fromkeys(r["variant"] for r in rows)):
-        points = {}
-        for r in rows:
-            if r["variant"] == out:
-                points.setdefault(r["compute"], []).append(r["val_loss"])
-        paper = paper_points(out) if out in OUTS[:2] else []
-        for ax, xy, fill in ((axes[0], [(c, np.mean(v)) for c, v in sorted(points.items())], COLORS[i]), (axes[1], paper, "none")):
-            if len(xy) > 1:
-                x, y = np.array(xy).T
+        measured = loss_against_compute(at_best_rate([r for r in rows if r["variant"] == out]))
+        paper = tuple(zip(*paper_points(out))) if out in OUTS[:2] else ((), ())
+        for ax, (x, y), fill in ((axes[0], measured, COLORS[i]), (axes[1], paper, "none")):
+            if len(x) > 1:
                 s, _, a = slope(x, y)
                 ax.loglog(x, y, color=COLORS[i], marker=MARKS[i], mfc=fill, ls="", label=f"{out}, loss ~ FLOPs^{s:.3f}")
-                ax.loglog(x, np.exp(a) * x ** s, color=COLORS[i], lw=1)
-    for ax, title in zip(axes, (f"measured, {rows[0]['dataset']}", "paper")):
-        ax.set(xlabel="FLOPs (6 N D)", ylabel="validation loss, nats per token", title=title)
+                ax.loglog(x, np.exp(s * np.log(x) + a), color=COLORS[i], lw=1)
+    for ax, title, flops in zip(axes, (f"measured, {rows[0]['dataset']}", "paper"), ("FLOPs", "FLOPs (6 N D)")):
+        ax.set(xlabel=flops, ylabel="validation loss, nats per token", title=title)
         ax.yaxis.set_major_formatter("{x:.2f}")
         ax.yaxis.set_minor_formatter("{x:.2f}")
         ax.xaxis.set_minor_formatter("")

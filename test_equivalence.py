@@ -3763,7 +3763,7 @@ def test_bench_run_shows_its_progress_and_takes_the_line_back(bench_data, monkey
     ["prefill", "--sizes=nano", "--batch=1", "--T=4,8", "--runs=2"],
     ["decode", "--sizes=nano", "--batch=1", "--T=2,4", "--new_tokens=2", "--runs=2"],
     ["train", "--rounds=1", "--set=n_layer=1,n_embd=32,n_head=2,batch_tokens=64,block_size=32", f"--shaq_set={SHAQ_SET}"],
-    ["scaling", "--sizes=1x8,1x16,1x24", "--tokens_per_param=0.2", "--seeds=2"],
+    ["scaling", "--sizes=1x8,1x16,1x24", "--tokens_per_param=0.2", "--lr=1e-3", "--seeds=2"],
 ])
 def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_data, capsys, monkeypatch):
     monkeypatch.setattr(bench, "CACHE", 2**20)
@@ -3806,19 +3806,35 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
 def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, capsys, monkeypatch):
     assert bench.slope(np.exp([0, 1, 2, 3]), np.exp([0, 1, 1, 3]))[:2] == pytest.approx((0.9, 0.07 ** 0.5))  # by hand
 
+    best = {("dense", 8): 8e-3, ("dense", 16): 16e-3, ("dense", 24): 8e-3, ("dense", 32): 8e-3}  # else 32e-3
+
     class Run(bench.Trainer):
         def run(self, what):
-            assert self.warmup <= self.steps // 10 and abs(self.steps * 256 - 20 * self.params) <= 128
-            compute = 6 * self.params * self.steps * 256
-            return [[0, 0, compute ** (-0.1 if self.model.config.attn_out == "dense" else -0.2)]], 1.0
+            c, compute = self.model.config, self.flops * self.steps * 256
+            if c.attn_out == "dense":
+                budgets[c.n_embd] = compute
+                assert abs(self.steps * 256 - 20 * self.params) <= 128
+            assert self.warmup <= self.steps // 10 and abs(compute - budgets[c.n_embd]) <= self.flops * 128
+            assert self.min_lr == (self.s["lr"] / 10 if self.s["lr"] != 1e-3 else 5e-5)  # 1e-3: by nano's recipe
+            worse = self.s["lr"] != best.get((c.attn_out, c.n_embd), 32e-3)  # and only one of the two seeds shows it
+            return [[0, 0, compute ** (-0.1 if c.attn_out == "dense" else -0.2) * (1 + worse * (self.seed == 6))]], 1.0
 
+    budgets = {}
     monkeypatch.setattr(bench, "Trainer", Run)
     rows = bench_run(tmp_path, "scaling", "--sizes=1x8,1x16,1x24,1x32", "--seeds=2", "--seed=5",
                      common(bench_data, "block_size=32,batch_tokens=256"))
     assert [r["exponent"] for r in rows if "exponent" in r] == pytest.approx([-0.1, -0.2])
-    assert all(r["compute"] == 6 * r["params"] * r["tokens"] for r in rows if "val_loss" in r)
-    assert {r["seed"] for r in rows if "val_loss" in r} == {5, 6}
-    assert "| -0.1000 ± 0.0000 |" in capsys.readouterr().out
+    runs = [r for r in rows if "val_loss" in r]
+    assert {(r["seed"], r["lr"]) for r in runs} == {(k, lr) for k in (5, 6) for lr in (8e-3, 16e-3, 32e-3)} and len(runs) == 48
+    out, err = capsys.readouterr()
+    assert re.findall(r"\| 1x16 \| (\w+) \| [^|]+ \| ([^|]+) \|", out) == [("dense", "0.016"), ("hadamard", "0.032")]
+    assert "1x8 dense is best at lr 0.008, at an end" in err and "1x16 dense is best" not in err
+    for rates, tried in (([], {("1x8", 8e-3), ("1x8", 16e-3), ("1x8", 32e-3), ("nano", 1e-3)}),
+                         (["--lr=0.5,1"], {(size, lr) for size in ("1x8", "nano") for lr in (0.5, 1.0)})):
+        rows = bench_run(tmp_path, "scaling", "--sizes=1x8,nano", "--variants=dense", *rates,
+                         common(bench_data, "block_size=32,batch_tokens=256"))
+        assert {(r["size"], r["lr"]) for r in rows if "val_loss" in r} == tried
+    assert "| -0.1000 ± 0.0000 |" in out
 
 
 def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
@@ -3829,7 +3845,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["compare", "--model=shaq", "--variant=", "--variant=bptt=9"], "--set"), (["compare", "--variant=lr=1"], "two --variant"),
         *((["compare", f"--equal={e}", "--variant=", "--variant=max_steps=9"], f"--equal={e} decides") for e in ("steps", "flops")),
         (["compare", "--variant=seed=1"], "seed is not for"), (["compare", "--set=max_steps=0"], "max_steps=0"),
-        (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"),
+        (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"), (["scaling", "--set=lr=1"], "rates in --lr"),
         (["prefill", "--sizes=tny"], "did you mean tiny?"), (["train", "--sizes=gpt2_book"], "'gpt2_book' is none of nano"),
         (["kernels", "--widths=71"], "nearest that work"),
         (["kernels", "--pool=3"], "expected BxTxH"), (["kernels", "--heads=1x8x16"], "a multiple of 12"),
@@ -4043,8 +4059,9 @@ def test_bench_plot_draws_what_the_records_say():
     assert [line.get_xydata().tolist() for line in fig.axes[1].lines] == [[[0.92 * 32, 1.126]]]
     _, (_, fig) = bench.plot_compare(plt, [{k: v for k, v in r.items() if k != "paper"} for r in shaq])  # as written before it was recorded
     assert [line.get_xydata().tolist() for line in fig.axes[1].lines] == [[[0.92 * 32, 1.126]]] * 2
-    (_, fig), = bench.plot_scaling(plt, [dict(variant="dense", compute=c, val_loss=v, dataset="x") for c, v in ((1, 4), (1, 6), (9, 2))])
-    assert fig.axes[0].lines[0].get_ydata().tolist() == [5, 2]
+    (_, fig), = bench.plot_scaling(plt, [dict(variant="dense", size=str(c), lr=lr, compute=c, val_loss=v, dataset="x")
+                                         for c, lr, v in ((1, 0.1, 4), (1, 0.1, 6), (1, 0.2, 3), (1, 0.2, 8), (9, 0.2, 2))])
+    assert fig.axes[0].lines[0].get_ydata().tolist() == [5, 2]  # at the better rate of each size
     (_, fig), = bench.plot_heatmap(plt, [dict(size="nano", compiled=False, batch=b, T=t, variant=o, gain=b / t)
                                          for b, t, o in itertools.product((1, 2), (4, 8), bench.OUTS)])
     assert fig.axes[0].images[0].get_array().tolist() == [[25, 12.5], [50, 25]]
@@ -4066,7 +4083,7 @@ def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys, monkeypatch
         return fails(capsys, lambda: bench.main(argv), "pip install matplotlib")
     bench_run(tmp_path, "prefill", "--batch=1,2", "--T=4,8", "--runs=1")
     bench_run(tmp_path, "decode", "--batch=1,2", "--T=2", "--new_tokens=1", "--runs=1", "--presets=shaq")
-    bench_run(tmp_path, "scaling", "--sizes=1x8,1x16", "--tokens_per_param=0.2",
+    bench_run(tmp_path, "scaling", "--sizes=1x8,1x16", "--tokens_per_param=0.2", "--lr=1e-3",
               common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=1024"))
     bench.main(argv)
     bench.main([*argv, "--format=svg"])
