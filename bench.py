@@ -781,11 +781,15 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
         types |= dict.fromkeys(("stats", "weight", "shift", "dalpha", "dbeta", "dweight", "dshift"), "*fp32")
         types |= dict.fromkeys(("pre",) if kind == "pre" else ("alpha", "beta"), "*fp32")
         elements, odd = plan["R"] * min(d, plan["M"] * plan["P"] * plan["W"]), ("N", "scale", "eps")  # of d, not of wider tiles
-    index = {name: (i,) for i, name in enumerate(fn.arg_names)}
-    const = {name: plan.get(name) for name in fn.arg_names if name in plan or name not in types}
-    source = ASTSource(fn=fn, signature={n: "constexpr" if n in const else types[n] for n in fn.arg_names},
-                       constexprs={index[n]: v for n, v in const.items()},
-                       attrs={index[n]: [["tt.divisibility", 16]] for n in fn.arg_names if n not in const and n not in odd})
+    signature, constexprs, attrs = {}, {}, {}
+    for i, name in enumerate(fn.arg_names):
+        if name in plan or name not in types:
+            signature[name], constexprs[(i,)] = "constexpr", plan.get(name)
+        else:
+            signature[name] = types[name]
+            if name not in odd:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
     cubin = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps)).asm["cubin"]
     tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
