@@ -1288,6 +1288,20 @@ def test_run_machine_says_what_it_chose(monkeypatch):
             machine("cuda")
 
 
+def test_run_processes_share_the_work_by_rank_and_a_machines_gpus_by_local_rank(monkeypatch):
+    for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):  # the second machine of 4 GPUs
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **kw: None)
+    for name, value in (("is_available", True), ("device_count", 4), ("set_device", None), ("is_bf16_supported", True),
+                        ("get_device_name", "a GPU")):
+        monkeypatch.setattr(torch.cuda, name, lambda *a, value=value, **kw: value)
+    for device in ("cpu", "cuda"):
+        m = machine(device, "float32")
+        assert (m.rank, m.world, m.device.index) == (5, 8, 1 if device == "cuda" else None) and "8 processes" in m.note
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    refuses(lambda: machine("cuda", "float32"), "process 1 of this machine", "has 1 GPUs")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 @pytest.mark.parametrize("most, kept", [(2**31 - 1, 1 << 30), (1 << 25, 1 << 25), (0, None)])
 def test_run_machine_keeps_freed_memory_of_an_older_glibc_too(most, kept, monkeypatch):
@@ -2696,6 +2710,18 @@ def test_train_shaq_evaluation_by_hand():
     assert m.training and found == pytest.approx(m.eval()(rows[:, :-1], rows[:, 1:])[0].item(), rel=1e-5)
 
 
+def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_shaq_here, text_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_shaq, "LAPTOP", train_shaq.PAPER)  # as on a GPU: 32 epochs
+    monkeypatch.setattr(sys.modules[__name__], "TINY_SHAQ", [f for f in TINY_SHAQ if "eval_interval" not in f])
+    monkeypatch.setattr(train_shaq, "Log", lambda path, first, step: asked.append(first["settings"]) or sys.exit())
+    epoch = (len(pd.load_dataset("mine", str(text_data / "data")).train) - 1) // 2 / train_shaq.average_length(3, 20)
+    for flags, steps, interval in (((), math.ceil(32 * epoch), round(epoch)), (["--max_steps=100"], 100, 5), (["--max_steps=9"], 9, 1)):
+        asked = []
+        with pytest.raises(SystemExit):
+            train_shaq_here("--seed=3", f"--out_dir={tmp_path / 'out'}", *flags)
+        assert [(s["max_steps"], s["eval_interval"]) for s in asked] == [(steps, interval)]
+
+
 def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_shaq_here, tmp_path, monkeypatch, capsys):
     whole, cut = (f"--out_dir={tmp_path / name}" for name in ("whole", "cut"))
     train_shaq_here("--max_steps=6", "--eval_interval=3", whole)
@@ -3640,7 +3666,7 @@ def common(bench_data, text):
 def test_bench_code_ends_at_once_on_ctrl_c_and_leaves_no_process_behind():
     "It used to wait for all kernels that were still to be compiled, minutes; and processes outlived one that was killed"
     script = """if True:
-        import bench, os, time
+        import bench, os, signal, time
         try:
             with bench.compilers(1) as pool:
                 for _ in range(3):
@@ -3649,7 +3675,7 @@ def test_bench_code_ends_at_once_on_ctrl_c_and_leaves_no_process_behind():
         except KeyboardInterrupt:
             pass
         with bench.compilers(1) as pool:
-            pool.submit(os.getpid).result()
+            assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_IGN  # else a traceback from each
             pool.submit(time.sleep, 120)
             os.kill(os.getpid(), 9)
     """
