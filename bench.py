@@ -1038,7 +1038,8 @@ def generate_rows(args, m, copy):
         floor = (sum(p.nbytes for p in model.parameters()) + memory * m.dtype.itemsize) / copy
         rows.append((preset, spread(t[preset]), f"{1 / s:,.0f}", f"{floor * 1e3:.3f}", f"{floor / s:.2f}"))
         record(args, preset=preset, seconds_a_byte=t[preset].tolist(), floor=floor)
-    table(args, f"SHAQ, one byte at a time, {'each a CUDA graph' if args.gpu else 'not compiled'}",
+    table(args, f"SHAQ, one byte at a time, {model.config.n_embd} wide behind {n} bytes, "
+          f"{'each a CUDA graph' if args.gpu else 'not compiled'}",
           ["preset", "ms a byte", "bytes/s", "floor, ms", "share of floor"], rows)
 
 
