@@ -946,8 +946,8 @@ def bench_prefill(args):
             paper_gain = rate / PREFILL[size][0][1] - 1 if rate and i == 1 else None
             rows.append((size, f"{B} x {T}", "compiled" if compiled else "eager", out, ms,
                          f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}", signed(ms and v.mean() * 1e3 - ms, "{:+.2f} ms"),
-                         f"{B * T / v.mean():,.0f}", rate,
-                         paper_gain and f"{paper_gain:+.1%}", *gain_cells(out, **gain[out]), mb, peak[out] and f"{peak[out]:,.0f}"))
+                         f"{B * T / v.mean():,.0f}", rate and f"{rate:,}", paper_gain and f"{paper_gain:+.1%}",
+                         *gain_cells(out, **gain[out]), mb and f"{mb:,}", peak[out] and f"{peak[out]:,.0f}"))
             record(args, size=size, batch=B, T=T, compiled=compiled, variant=out, seconds=v.tolist(), tokens_per_s=B * T / v.mean(),
                    peak_mib=peak[out], **gain[out])
         del work, models, model

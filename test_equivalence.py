@@ -3915,6 +3915,158 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         assert sum("val_loss" in r for r in rows) == 12 and sum("exponent" in r for r in rows) == 2
 
 
+def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
+    "In sizes too large to run here: the models are stand-ins, and each variant takes a fifth of dense's time less than the one before it"
+    made, asked, seen, fresh = [], [], [], []
+    monkeypatch.setitem(SIZES, "nano", SMALL)
+    monkeypatch.setattr(nn.Module, "compile", lambda self: seen.append(type(self).__name__))
+    real = bench.inference_model("nano", "identity", model_py.Machine(torch.device("cpu"), torch.bfloat16, 0, 1, ""), 2000, True)
+    assert {(p.dtype, p.requires_grad) for p in real.parameters()} == {(torch.bfloat16, False)} and not real.training and seen == ["Block"]
+    assert (real.config.attn_out, real.config.n_embd, real.config.block_size) == ("identity", 32, 2000)
+    seen.clear()
+
+    class Model:
+        def __init__(self, size, out, *a):
+            made.append((size, out, *a))
+            self.out = out
+
+        lm_head = staticmethod(lambda x: x)
+        parameters = lambda self: [torch.zeros(1000)]
+        new_cache = lambda self, B, T: [2 * (torch.zeros(B, T),)]
+        __call__ = lambda self, idx: seen.append((self.out, *idx.shape))
+        hidden = lambda self, idx, cache, pos=0: seen.append((self.out, *idx.shape, pos)) or torch.zeros(*idx.shape, 3)
+
+    def timed(work, m, rounds=7, least=0.02):
+        asked.append((rounds, least))
+        [f(0) for f in work.values()]
+        first = 2 if next(iter(work.values())).__name__ == "prompt" else 1
+        return {k: first * (np.array([-1e-4, -0.5e-4, 1.5e-4]) + (5 - i) * 1e-3) for i, k in enumerate(work)}
+
+    for name, value in (("inference_model", Model), ("timed", timed), ("bandwidth", lambda m: 1e10),
+                        ("generate_rows", lambda *a: None), ("fresh_compiler", lambda: fresh.append(len(made)))):
+        monkeypatch.setattr(bench, name, value)
+    rows = bench_run(tmp_path, "prefill", "--sizes=small,tiny", "--batch=1024", "--T=64,8", "--compile=1,0", "--runs=4")
+    cases = list(itertools.product(["small", "tiny"], [1, 0], [64, 8], bench.OUTS))
+    assert [(a[0], a[4], a[3], a[1]) for a in made] == [(r["size"], r["compiled"], r["T"], r["variant"]) for r in rows] == cases
+    assert set(asked) == {(4, 0.0)} and fresh == [0, 4, 16, 20]
+    assert sorted(seen) == sorted((out, 1024, T) for _, _, T, out in cases for _ in range(3))
+    printed = capsys.readouterr().out
+    for line in (
+            "compiled | dense | 33.157 | 5.000 ± 0.132 | -28.16 ms | 13,107,200 | 150,126 | – | – | – | 16,264 | –",
+            "eager | hadamard | 32.366 | 4.000 ± 0.132 | -28.37 ms | 16,384,000 | 156,133 | +4.0% | +25.0% ± 0.5% | 0.33 | 16,227 | –",
+            "eager | identity | – | 2.000 ± 0.132 | – | 32,768,000 | – | – | +150.0% ± 5.6% | – | – | –"):
+        assert f"| tiny | 1024 x 64 | {line} |\n" in printed, line
+    assert "| tiny | 1024 x 8 | eager | dense | – | 5.000 ± 0.132 | – | 1,638,400 | – |" in printed
+    made.clear(), asked.clear(), seen.clear()
+    rows = bench_run(tmp_path, "decode", "--sizes=tiny", "--batch=2048,1024", "--T=3", "--new_tokens=64", "--compile=1", "--runs=4")
+    steps = [(3, 0), *((1, pos) for pos in range(3, 67))]
+    assert sorted(seen) == sorted((out, B, *step) for B in (1024, 2048) for step in steps for out in 3 * bench.OUTS)
+    assert set(asked) == {(4, 0.0)} and [a[3] for a in made] == [67] * 8 and fresh[-2:] == [0, 4]
+    assert rows[0]["seconds_first"] == pytest.approx([9.8e-3, 9.9e-3, 10.3e-3])
+    printed = capsys.readouterr().out
+    for line in ("dense | 52,820 | 26,214,400 | 496.30 times | 10.000 | 0.078 ± 0.002 | 0.059 | 0.75 | – | – | – | –",
+                 "hadamard | 53,730 | 32,768,000 | 609.86 times | 8.000 | 0.062 ± 0.002 | 0.059 | 0.94 | +1.7% | +25.0% ± 0.5% | 0.33 | –"):
+        assert f"| tiny | 2048 x 3 + 64 | compiled, eager | {line} |\n" in printed, line
+    assert "| tiny | 1024 x 3 + 64 | compiled, eager | dense | – | 13,107,200 | – |" in printed and "a copy moves 10 GB/s**" in printed
+
+
+def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
+    "With a stand-in for the models: step i reads 100 (i + 1) tokens, and each next variant takes a second more"
+    made = []
+
+    class Run:
+        def __init__(self, kind, typed, data, m, seed, given=None, compiled=False):
+            made.append((kind, typed, data.vocab_size, compiled))
+            self.kind, self.params, self.flops, self.T, self.tokens, self.steps = kind, 1000, 7e3, 128, [], []
+            self.model = SimpleNamespace(config=SimpleNamespace(mem_len=300))
+            self.peak = SimpleNamespace(forget=lambda: self.steps.append("forget"), mib=lambda: 2999.6 + len(self.steps))
+
+        def step(self, i):
+            self.tokens.append(100 * (i + 1))
+            self.steps.append(i)
+
+    def timed(work, m, rounds, least):
+        assert (rounds, least) == (2, 0.0)
+        for f in work.values():
+            full = [2, 3, 4] if f.__self__.kind == "shaq" else []  # of 300 positions, by 128
+            assert f.__self__.steps == [0, "forget", 1, *full]
+            [f(i) for i in range(3 + rounds)]
+        return {k: np.array([1, 1.5, 3.5]) + i for i, k in enumerate(work)}
+
+    for name, value in (("Trainer", Run), ("timed", timed), ("peak_flops", lambda m: (1e7, "as given")), ("fresh_compiler", lambda: None)):
+        monkeypatch.setattr(bench, name, value)
+    bench_run(tmp_path, "train", "--models=gpt,shaq", "--sizes=nano,tiny", "--presets=ffn,mean_mem", "--set=lr=1", "--set=n_layer=3",
+              "--shaq_set=bptt=64", "--rounds=2", "--compile=1")
+    assert made == ([("gpt", dict(size=size, attn_out=out, lr=1, n_layer=3), vocabulary, True)
+                     for size, vocabulary in (("nano", 256), ("tiny", 50257)) for out in bench.OUTS]
+                    + [("shaq", dict(preset=p, bptt=64), 205, True) for p in ("ffn", "mean_mem")])
+    printed = capsys.readouterr().out
+    assert "**Training steps, compiled; MFU against 1e-05 TFLOP/s, as given** (" in printed
+    for line in ("tiny, dense | 1,000 | 450 | 1,500 ± 625 | – | 300 | – | 21.0% | 3,003",
+                 "tiny, hadamard | 1,000 | 450 | 2,500 ± 625 | – | 180 | – | 12.6% | 3,003",
+                 "ffn | 1,000 | 450 | 1,500 ± 625 | 10,730 | 225 | 0.02 times | 15.8% | 3,003",
+                 "mean_mem | 1,000 | 450 | 2,500 ± 625 | 12,315 | 150 | 0.01 times | 10.5% | 3,003",
+                 "mean_mem against ffn | 1.15 | 0.67 | -0.48 | +50.0%"):
+        assert f"| {line} |\n" in printed, line
+    for given, dense, dva in (([], dict(n_layer=4, n_embd=256, n_head=4), dict(n_layer=4, n_embd=256)),
+                              (["--set=n_head=2,n_layer=3"], dict(n_head=2, n_layer=3), dict(n_layer=3))):
+        made.clear()
+        rows = bench_run(tmp_path, "train", "--models=book", "--rounds=2", *given)
+        assert [a[1] for a in made] == [dict(size="gpt2_book") | dense, dict(size="dva_book") | dva,
+                                        dict(size="dva_book", attn="dva_outer") | dva] and {a[2:] for a in made} == {(50257, False)}
+        assert [(r["mfu"], r["params"], r["compiled"]) for r in rows] == [(pytest.approx(0.315 / (1.5 + i)), 1000, False) for i in range(3)]
+    assert "**Training steps, eager;" in capsys.readouterr().out
+
+
+@needs_triton
+def test_bench_code_compiles_what_its_flags_name(tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def submit(f, *args):
+        assert f is bench.code_of
+        asked.append(args)
+        c = SimpleNamespace(each=10 * len(asked), loop=len(asked), registers=9, stack=(len(asked) == 2) * 8, shared=0)
+        return SimpleNamespace(result=lambda: c)
+
+    monkeypatch.setattr(bench, "compilers", lambda workers: contextlib.nullcontext(SimpleNamespace(submit=submit)))
+    rows = bench_run(tmp_path, "code", "--sm=100", "--widths=2560,768")
+    assert {a[1:3] for a in asked} == {(100, "fp32")} and [a[3:] for a in asked] == [
+        *((d, n, only) for only in (False,) * 4 + (True, False, True) for d, n in ((2560, 20), (768, 12))), (), ()]
+    assert {(r["sm"], r["dtype"]) for r in rows} == {(100, "fp32")} and [r["d"] for r in rows] == [2560, 768] * 7 + [None] * 2
+    printed = capsys.readouterr().out
+    for line in ("kernel | bytes an element | instructions allowed | 2560 | 768", "hadamard_affine | 8 | 55 | 10.0 | 20.0, 8 bytes spilled",
+                 "its gradients of alpha and beta, the loop | 8 | 55 | 5.0 | 6.0", "its gradients, the loop | 28 | 192 | 16.0 | "):
+        assert f"| {line} |\n" in printed, line  # 132 x 128 lanes at 1.755 GHz over 4.32 TB/s: 6.86 a byte
+    assert "(sm_100, fp32, Triton " in printed
+
+
+def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monkeypatch):
+    "Of a stand-in for lm_eval, which need not be installed: what it is asked, and its answers beside the paper's"
+    asked = {}
+    tasks = type("TaskManager", (), dict(__init__=lambda self, include_path: asked.update(path=include_path), all_tasks=["piqa", "blimp"]))
+    found = dict(results=dict(piqa={"alias": "piqa", "acc,none": 0.5, "acc_stderr,none": 0.1, "acc_norm,none": 0.653, "bits,none": 2.0},
+                              blimp={"alias": "blimp"}),
+                 groups=dict(blimp={"acc,none": 0.9}), **{"n-samples": dict(piqa=dict(original=100, effective=7))})
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=lambda lm, **kw: asked.update(lm=lm, **kw) or found))
+    monkeypatch.setitem(sys.modules, "lm_eval.api", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(LM=object))
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=tasks))
+    model = small_gpt(attn_out="hadamard")
+    save_model(tmp_path / "other.pt", model, settings=dict(size="small"))
+    argv = ["eval", f"--ckpt={tmp_path}/other.pt", "--tasks=piqa,blimp", "--limit=7", "--batch=5", "--include_path=mine"]
+    rows = bench_run(tmp_path, *argv)
+    assert (asked["path"], asked["tasks"], asked["limit"], asked["lm"].batch) == ("mine", ["piqa", "blimp"], 7, 5)
+    assert torch.equal(asked["lm"].gpt.wte.weight, model.wte.weight) and asked["lm"].tokenizer == "byte"
+    assert [(r["task"], r["metric"], r["value"], r["n"]) for r in rows] == [
+        ("piqa", "acc", 0.5, 7), ("piqa", "acc_norm", 0.653, 7), ("piqa", "bits", 2.0, 7), ("blimp", "acc", 0.9, None)]
+    assert {(r["size"], r["variant"]) for r in rows} == {("small", "hadamard")}
+    printed = capsys.readouterr().out
+    for line in ("piqa | acc | 7 | 64.3 | 50.0 | -14.3", "piqa | acc_norm | 7 | 64.3 | 65.3 | +1.0", "piqa | bits | 7 | – | 2.0000 | –",
+                 "blimp | acc | – | 80.0 | 90.0 | +10.0"):
+        assert f"| {line} |\n" in printed, line
+    fails(capsys, lambda: bench.main(["eval", argv[1], "--tasks=pica", "--device=cpu"]), "did you mean piqa?", "--include_path=FOLDER")
+
+
 def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, capsys, monkeypatch):
     assert bench.slope(np.exp([0, 1, 2, 3]), np.exp([0, 1, 1, 3]))[:2] == pytest.approx((0.9, 0.07 ** 0.5))  # by hand
 
