@@ -3836,7 +3836,7 @@ def test_bench_run_shows_its_progress_takes_the_line_back_and_stops_at_nan(bench
     pytest.param(["code", "--widths=768", "--sm=80"], marks=needs_triton),
     ["kernels", "--widths=96,32", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1"],
     ["prefill", "--sizes=nano", "--batch=3", "--T=4,8", "--runs=1"],
-    ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1"],
+    ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1", "--presets=shaq,sharnn"],
     ["train", "--rounds=1", "--set=n_layer=1,n_embd=32,n_head=2,batch_tokens=64,block_size=32", f"--shaq_set={SHAQ_SET}"],
     ["scaling", "--sizes=1x8,1x16,1x24", "--tokens_per_param=0.2", "--lr=1e-3", "--seeds=2"],
 ])
@@ -3867,14 +3867,14 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         assert len(widths) == 1
     if argv[0] == "decode":
         rows, bytewise = rows[:8], rows[8:]
-        assert [r["preset"] for r in bytewise] == ["sharnn", "shaq"] and all(r["seconds_a_byte"] for r in bytewise)
+        assert [r["preset"] for r in bytewise] == ["shaq", "sharnn"] and all(r["seconds_a_byte"] for r in bytewise)
         bits = 4 * bench.count_params("gpt", **SMALL, block_size=1024, attn_out="hadamard")
         assert all(r["floor"] * 2**26 / 1.5 == pytest.approx(bits + 4 * 2 * 3 * 32 * (r["T"] + 1.5))
                    for r in rows if r["variant"] == "hadamard")
-        folded = [SHAQ(SHAQConfig(**SHAQ_PRESETS[p], n_embd=256)).collapse() for p in ("sharnn", "shaq")]
+        folded = [SHAQ(SHAQConfig(**SHAQ_PRESETS[p], n_embd=256)).collapse() for p in ("shaq", "sharnn")]
         floors = [4 * (sum(p.numel() for p in model.parameters()) + 512 * 256) for model in folded]  # and one layer's memory
         assert [r["floor"] * 2**26 / 1.5 for r in bytewise] == pytest.approx(floors)
-        assert "| shaq | 2,500 ± 625 | 0 | " in tables[1] and "one byte at a time, 256 wide behind 512 bytes, not compiled" in tables[1]
+        assert "| sharnn | 2,500 ± 625 | 0 | " in tables[1] and "one byte at a time, 256 wide behind 512 bytes, not compiled" in tables[1]
     if argv[0] in ("prefill", "decode"):
         new = lambda r: 3 * (r["T"] if argv[0] == "prefill" else 2)
         assert all(r["tokens_per_s"] == new(r) / (2 + bench.OUTS.index(r["variant"])) for r in rows)
