@@ -393,7 +393,7 @@ class Trainer:
 
     def set_steps(self, n):
         "The schedule is that of n steps"
-        self.steps = self.s["max_steps"] = n
+        self.steps = n
         self.min_lr, self.warmup = self.s.get("min_lr", self.s["lr"] / 10), self.s.get("warmup_steps", n // 50)
 
     def step(self, i):
@@ -1484,8 +1484,7 @@ def plot_compare(plt, rows):
         fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
         for i, name in sorted(variants.items()):
             mine = [r for r in rows if r["index"] == i]
-            hours, _, bpc = ABLATIONS[mine[0]["preset"]]
-            paper = mine[0].get("paper", bpc)  # None where the paper has no such model; records before 22 November 2026 do not say
+            hours, paper = ABLATIONS[mine[0]["preset"]][0], mine[0]["paper"]  # None where the paper has no such model
             style = dict(color=COLORS[i % 8], marker=MARKS[i % 8], fillstyle=FILL[i // 8 % 3], ls="", label=name)
             axes[0].plot([r["curve"][-1][4] / 60 for r in mine], [r["bits_per_byte"] for r in mine], **style)
             if hours and paper:

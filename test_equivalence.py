@@ -4374,8 +4374,6 @@ def test_bench_plot_draws_what_the_records_say():
     assert [(len(line.get_xdata()), line.get_label()) for line in fig.axes[0].lines] == [(3, "a"), (3, "b")]
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[1 / 60, 4], [1 / 60, 6], [1 / 60, 8]]  # minutes
     assert [line.get_xydata().tolist() for line in fig.axes[1].lines] == [[[0.92 * 32, 1.126]]]
-    _, (_, fig) = bench.plot_compare(plt, [{k: v for k, v in r.items() if k != "paper"} for r in shaq])  # as written before it was recorded
-    assert [line.get_xydata().tolist() for line in fig.axes[1].lines] == [[[0.92 * 32, 1.126]]] * 2
     (_, fig), = bench.plot_scaling(plt, [dict(variant="dense", size=str(c), lr=lr, compute=c, val_loss=v, dataset="x")
                                          for c, lr, v in ((1, 0.1, 4), (1, 0.1, 6), (1, 0.2, 3), (1, 0.2, 8), (9, 0.2, 2))])
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[1, 5], [9, 2]]  # at the better rate of each size
