@@ -4079,7 +4079,7 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
     class Run(bench.Trainer):
         def run(self, what):
             c, lr, compute = self.model.config, self.s["lr"], self.flops * self.steps * 256
-            w, budget = first.setdefault((self.seed, lr, self.params // 1000), (self.model.h[-1].mlp.c_fc.weight.detach(), compute))
+            w, budget = first.setdefault((self.seed, lr, c.n_embd), (self.model.h[-1].mlp.c_fc.weight.detach(), compute))
             assert torch.equal(w, self.model.h[-1].mlp.c_fc.weight)  # both variants start alike
             assert self.warmup <= self.steps // 10 and abs(compute - budget) <= self.flops * 128
             assert c.attn_out == "dense" or abs(self.steps * 256 - 10 * self.params) <= 128
@@ -4088,7 +4088,6 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
             worse = self.seed == 6 and lr != best.get((c.attn_out, c.n_embd), 8e-3)  # one seed alone shows it
             return [[0, 0, compute ** (-0.1 if c.attn_out == "dense" else -0.2) * (1 + apart + worse)]], 1.0
 
-    budgets = {}
     monkeypatch.setattr(bench, "Trainer", Run)
     monkeypatch.setattr(bench, "fresh_compiler", lambda: made.append("fresh"))
     monkeypatch.setattr(nn.Module, "compile", lambda self, **kw: made.append(kw))
