@@ -1497,7 +1497,11 @@ def plot_compare(plt, rows):
 
 def plot_scaling(plt, rows):
     "Loss against compute, log-log, each variant's fit; the paper's three sizes beside it, on their own data"
+    if not any("exponent" in r for r in rows):  # interrupted: of its last size rates or seeds can be missing
+        rows = [r for r in rows if r["size"] != rows[-1]["size"]]
     rows = [r for r in rows if "val_loss" in r]
+    if not rows:
+        return
     fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for i, out in enumerate(dict.fromkeys(r["variant"] for r in rows)):
         measured = loss_against_compute(at_best_rate([r for r in rows if r["variant"] == out]))

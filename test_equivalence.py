@@ -4373,8 +4373,11 @@ def test_bench_plot_draws_what_the_records_say():
     assert [(len(line.get_xdata()), line.get_label()) for line in fig.axes[0].lines] == [(3, "a"), (3, "b")]
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[1 / 60, 4], [1 / 60, 6], [1 / 60, 8]]  # minutes
     assert [line.get_xydata().tolist() for line in fig.axes[1].lines] == [[[0.92 * 32, 1.126]]]
-    (_, fig), = bench.plot_scaling(plt, [dict(variant="dense", size=str(c), lr=lr, compute=c, val_loss=v, dataset="x")
-                                         for c, lr, v in ((1, 0.1, 4), (1, 0.1, 6), (1, 0.2, 3), (1, 0.2, 8), (9, 0.2, 2))])
+    runs = [dict(variant="dense", size=str(c), lr=lr, compute=c, val_loss=v, dataset="x")
+            for c, lr, v in ((1, 0.1, 4), (1, 0.1, 6), (1, 0.2, 3), (1, 0.2, 8), (9, 0.2, 2), (81, 0.1, 7))]
+    (_, fig), = bench.plot_scaling(plt, runs)  # interrupted in the last size, whose better rate may be still to come
+    assert fig.axes[0].lines[0].get_xydata().tolist() == [[1, 5], [9, 2]] and not [*bench.plot_scaling(plt, runs[-1:])]
+    (_, fig), = bench.plot_scaling(plt, [*runs[:-1], dict(variant="dense", exponent=-0.4)])
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[1, 5], [9, 2]]  # at the better rate of each size
     assert fig.axes[0].lines[0].get_label() == f"dense, loss ~ FLOPs^{math.log(2 / 5, 9):.3f}"
     assert fig.axes[1].lines[0].get_xydata().tolist() == [[c, math.log(p)] for c, p, _ in bench.PERPLEXITY.values()]
