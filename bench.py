@@ -1234,7 +1234,7 @@ def bench_scaling(args):
                      error and f"{error:.4f}", over_seeds and f"{over_seeds:.4f}",
                      None if out == base else with_error(*paired(slopes[out], slopes[base]))))
         record(args, variant=out, exponent=s, error=error, over_seeds=over_seeds, sizes=list(sizes))
-    table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities, on other data", [
+    table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities and 6 N D, on other data", [
         "variant", "paper", "measured", "difference", "standard error of the fit", "over seeds",
         f"against {base}, over seeds"], rows)
 
