@@ -1149,7 +1149,7 @@ def loss_against_compute(runs):
     ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
     ("lr", dict(type=listed(number(float, 0)), help="learning rates, each falling to a tenth: of each size and variant the best counts "
                 f"(default {'2e-3,4e-3,8e-3' if gpu else '8e-3,16e-3,32e-3'}; for sizes by name their recipe's)")),
-    ("set", dict(default="", action=Joined, help="name=value,.. for all (on a CPU batches of 2048 tokens, T 128, where not given)")),
+    ("set", dict(default="", action=Joined, help="name=value,.. for all (without it, on a CPU: batches of 2048 tokens, T 128)")),
     ("tokens_per_param", dict(type=number(float, 0), default=20.0, help="of the baseline; compute-optimal: 20")),
     ("seeds", dict(type=number(int, 1), default=1, help="how many")),
     ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
