@@ -813,9 +813,10 @@ def hadamard_transform(x, scale=1.0):
 
     x: (..., d), fp32, bf16, fp16 (or fp64 off the Triton path), any strides. Returns x's shape and dtype; sums are fp32 or wider on
     the Triton path. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5
-    makes it orthogonal. Unlike there, d = 768 is the true H_768 and not a cut-off H_1024. ValueError for an order that does not exist,
-    TypeError for another dtype, NotImplementedError under forward-mode differentiation. In fp16, off the Triton path, sums above 65504 are
-    infinite whatever the scale.
+    makes it orthogonal. Unlike there, d = 768 is the true H_768 and not a cut-off H_1024. For d = 2^k H is that package's, for
+    12 * 2^k its hadamard_transform_12N's; its 20N, 28N and 40N are other matrices, not to be swapped for these in a trained model.
+    ValueError for an order that does not exist, TypeError for another dtype, NotImplementedError under forward-mode differentiation. In
+    fp16, off the Triton path, sums above 65504 are infinite whatever the scale.
     """
     _reverse_mode_only("hadamard_transform")
     return _hadamard(_as_rows("hadamard_transform", x), None, None, None, float(scale), 1, False).view(x.shape)

@@ -103,7 +103,8 @@ def rope_table(block_size, width, device=None):
 
 
 def rope(x, cos, sin):
-    "Rotate the pairs (x_2i, x_2i+1) of x (B, T, heads, width) by their position's angles, in fp32 or wider"
+    """Rotate the pairs (x_2i, x_2i+1) of x (B, T, heads, width) by their position's angles, in fp32 or wider. Hugging Face's Llama
+    pairs x_i with x_(i + width/2): the same model, once each head's rows of W_Q and W_K are put in that order."""
     if cos.element_size() < 4:
         raise ValueError(f"rope: cos and sin are in {cos.dtype}, expected fp32; FSDP needs MixedPrecisionPolicy(cast_forward_inputs=False)")
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
@@ -348,7 +349,7 @@ class MLP(nn.Module):
             gate, up = x.chunk(2, -1)
             x = F.silu(gate) * up
         else:
-            x = F.gelu(x, approximate="tanh")
+            x = F.gelu(x, approximate="tanh")  # GPT-2's and the book's; nanoGPT has the exact one
         return self.dropout(self.c_proj(x))
 
 
@@ -820,7 +821,8 @@ def tensors(state):
 
 
 class QRNN(nn.Module):
-    """Quasi-recurrent layer, eq. 5-9 (Bradbury et al., arXiv:1611.01576): causal convolution, then fo-pooling."""
+    """Quasi-recurrent layer, eq. 5-9 (Bradbury et al., arXiv:1611.01576): causal convolution, then fo-pooling. The authors' pytorch-qrnn
+    has f and 1 - f, x_t and x_(t-1) the other way round: to load its weights negate W_f and b_f and swap the halves of the columns."""
 
     def __init__(self, config):
         super().__init__()
@@ -1062,7 +1064,7 @@ class SHAQ(nn.Module):
             elif ".ln_" in name and name.endswith(".weight"):
                 p.fill_(1.0)
             elif name.endswith(("bias", ".qs", ".ks", ".vs")):
-                p.zero_()                                               # sigmoid(0): every gate starts half open
+                p.zero_()   # sigmoid(0): gates start half open, but for the value's, after overparam about N(0, 0.025^2)
             elif name.endswith(("wte.weight", ".conv.weight", ".W_q.weight", ".overparam.weight", ".W1.weight", ".W2.weight")):
                 p.normal_(0.0, 0.1 * d ** -0.5)
             else:

@@ -135,7 +135,8 @@ def read(tokens, streams, length, at, T, device):
 
 
 def evaluate(model, tokens, eval_tokens, s, m, streams=16):
-    "Loss in nats per token over the split's first eval_tokens, read in order with state and memory carried; the published evaluation"
+    """Loss in nats per token over the split's first eval_tokens, read in order with state and memory carried: the published evaluation.
+    (That divides by the tokens of a stream, one more than it predicts: 3e-6 less on enwik8's validation split.)"""
     total = min(len(tokens) - 1, eval_tokens)
     streams = min(streams, max(1, len(tokens) // 64))
     length = total // streams
