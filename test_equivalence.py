@@ -728,6 +728,30 @@ def test_gpt_feed_forward_is_its_formula():
         assert error(mlp(x), y @ mlp.c_proj.weight.T + mlp.c_proj.bias) < 1e-12
 
 
+def test_gpt_of_nanogpts_kind_has_its_parameters_and_its_logits():
+    "Names, shapes and order are nanoGPT's behind its prefix, so that its checkpoints load, and optimisers' states too; its GELU is not ours"
+    d, h, V, T = 24, 3, 13, 10
+    model = GPT(GPTConfig(n_layer=2, n_head=h, n_embd=d, vocab_size=V, block_size=T, mlp="gelu", pos="learned")).double()
+    block = [(f"ln_{i}", (d,)) for i in "1"] + [("attn.c_attn", (3 * d, d)), ("attn.c_proj", (d, d)), ("ln_2", (d,)),
+                                                ("mlp.c_fc", (4 * d, d)), ("mlp.c_proj", (d, 4 * d))]
+    names = [("wte.weight", (V, d)), ("wpe.weight", (T, d))]
+    for at, shape in [(f"h.{i}.{n}", s) for i in range(2) for n, s in block] + [("ln_f", (d,))]:
+        names += [(at + ".weight", shape), (at + ".bias", shape[:1])]
+    assert [(n, tuple(p.shape)) for n, p in model.named_parameters()] == names
+    w = {n: torch.nn.init.normal_(p).detach() for n, p in model.named_parameters()}
+    idx = torch.randint(V, (2, T))
+    x = w["wte.weight"][idx] + w["wpe.weight"]
+    for i in range(2):
+        part = {n.removeprefix(f"h.{i}."): p for n, p in w.items()}
+        def linear(x, name): return x @ part[name + ".weight"].T + part[name + ".bias"]
+        def norm(x, name): return F.layer_norm(x, (d,), part[name + ".weight"], part[name + ".bias"])
+        q, k, v = (t.view(2, T, h, d // h).transpose(1, 2) for t in linear(norm(x, "ln_1"), "attn.c_attn").split(d, -1))
+        S = (q @ k.mT / math.sqrt(d // h)).masked_fill(torch.ones(T, T).triu(1) > 0, -math.inf).softmax(-1)
+        x = x + linear((S @ v).transpose(1, 2).reshape(2, T, d), "attn.c_proj")
+        x = x + linear(F.gelu(linear(norm(x, "ln_2"), "mlp.c_fc"), approximate="tanh"), "mlp.c_proj")
+    torch.testing.assert_close(model(idx), norm(x, "ln_f") @ w["wte.weight"].T)
+
+
 def test_gpt_impossible_settings_are_one_line():
     for words, config in ((("attn_out='hadamar'", "dense, hadamard"), dict(attn_out="hadamar")),
                           (("n_embd=50", "n_head=4"), dict(n_embd=50)), (("n_embd=12", "even"), dict(n_embd=12)),
@@ -2456,7 +2480,12 @@ def test_shaq_starts_as_published_and_every_parameter_gets_a_gradient(preset):
             assert torch.equal(p, torch.ones_like(p)), name
         elif ".rnn.weight" not in name and ".rnn.bias" not in name and p.dim() == 1:        # all but the LSTM's
             assert torch.equal(p, torch.zeros_like(p)), name
-    assert abs(model.wte.weight.std().item() / (0.1 / 4) - 1) < 0.25                # 0.1 / sqrt(d)
+    wide = SHAQ(SHAQConfig(vocab_size=205, n_embd=96, **SHAQ_PRESETS[preset]))
+    for name, p in wide.named_parameters():
+        if ".rnn." in name and wide.config.rnn == "lstm":
+            assert 0.95 < p.abs().max() * 96 ** 0.5 <= 1 and abs(p.std() * (3 * 96) ** 0.5 - 1) < 0.1, name     # PyTorch's: uniform
+        elif p.dim() == 2:
+            assert abs(p.std() * 96 ** 0.5 / 0.1 - 1) < 0.05 and p.abs().max() * 96 ** 0.5 / 0.1 > 3, name        # normal(0, 0.1 / sqrt(d))
 
 
 def test_shaq_collapse_changes_nothing_but_the_count():
