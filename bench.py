@@ -1259,16 +1259,18 @@ class Scorer:
         have them."""
         n = len(context.rstrip())
         context, continuation = context[:n], context[n:] + continuation
-        if not context:
-            return [self.prefix], encode(self.tokenizer, continuation)
         c = encode(self.tokenizer, context)
-        return c, encode(self.tokenizer, context + continuation)[len(c):]
+        t = encode(self.tokenizer, context + continuation)[len(c):]
+        if not t:  # GPT-2's "The" and "There" are one token each: a sum over none would be 0, the best of all
+            die(f"--tasks: the answer {continuation!r} adds no token to what is before it ({context[-20:]!r}); take another task, or in "
+                "one of your own leave a space between them")
+        return c or [self.prefix], t
 
     @torch.no_grad()
     def score(self, pairs):
         "[(context tokens, continuation tokens)] -> [(log-likelihood, whether each token is the likeliest)], batched by length"
-        out = [(0.0, True)] * len(pairs)
-        order = sorted((i for i in range(len(pairs)) if pairs[i][1]), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
+        out, t0 = [None] * len(pairs), time.perf_counter()
+        order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
         for a in range(0, len(order), self.batch):
             rows = []
             for i in order[a:a + self.batch]:
@@ -1283,6 +1285,7 @@ class Scorer:
                 t = torch.tensor(pairs[i][1], device=self.m.device)
                 lp = z[len(r) - len(t):len(r)].float().log_softmax(-1)
                 out[i] = lp.gather(1, t[:, None]).sum().item(), bool((lp.argmax(-1) == t).all())
+            progress(min(a + self.batch, len(order)), len(order), t0, "eval", unit="answers", scale=1)
         return out
 
     def loglikelihood(self, requests):
@@ -1318,6 +1321,8 @@ def bench_eval(args):
 
         loglikelihood_rolling = generate_until
 
+    if args.include_path and not os.path.isdir(args.include_path):
+        die(f"--include_path={args.include_path} is no folder")
     tasks = TaskManager(include_path=args.include_path)
     unknown = [t for t in args.tasks if t not in tasks.all_tasks]
     if unknown:
@@ -1325,16 +1330,19 @@ def bench_eval(args):
     try:
         found = simple_evaluate(Harness(model, ckpt["data"]["tokenizer"], m, args.batch), tasks=args.tasks, task_manager=tasks,
                                 limit=args.limit, bootstrap_iters=0, log_samples=False)
-    except (OSError, ConnectionError) as e:
+    except OSError as e:
         die(f"lm_eval could not load its data ({str(e).splitlines()[0]}): "
             "download it once where there is a network, or give --include_path")
+    except ValueError as e:  # one task named twice, or data of which it finds no copy
+        die(f"lm_eval: {e}")
     c, size, rows = ckpt["config"], ckpt.get("settings", {}).get("size"), []
     papers = ZERO_SHOT.get(size, {}) if c["attn"] == "mha" and c["attn_out"] in OUTS[:2] else {}
-    for task in args.tasks:
-        for key, value in sorted((found.get("groups", {}).get(task) or found["results"][task]).items()):
+    scores = {task: {key: v for key, v in sorted(values.items()) if isinstance(v, float) and "stderr" not in key}
+              for task, values in (found["results"] | found.get("groups", {})).items()}
+    # a tag, or a group that asks for no mean, has no score of its own: then those of all its tasks
+    for task in args.tasks if all(scores.get(task) for task in args.tasks) else scores:
+        for key, value in scores[task].items():
             metric = key.removesuffix(",none")
-            if not isinstance(value, float) or "stderr" in metric:
-                continue
             paper = papers[task][OUTS.index(c["attn_out"])] if task in papers and metric.startswith("acc") else None
             n = found.get("n-samples", {}).get(task, {}).get("effective")
             rows.append((task, metric, n, paper, f"{100 * value:.1f}" if metric.startswith("acc") else f"{value:.4f}",

@@ -4085,9 +4085,9 @@ def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monke
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=tasks))
     model = small_gpt(attn_out="hadamard")
     save_model(tmp_path / "other.pt", model, settings=dict(size="small"))
-    argv = ["eval", f"--ckpt={tmp_path}/other.pt", "--tasks=piqa,blimp", "--limit=7", "--batch=5", "--include_path=mine"]
+    argv = ["eval", f"--ckpt={tmp_path}/other.pt", "--tasks=piqa,blimp", "--limit=7", "--batch=5", f"--include_path={tmp_path}"]
     rows = bench_run(tmp_path, *argv)
-    assert (asked["path"], asked["tasks"], asked["limit"], asked["lm"].batch) == ("mine", ["piqa", "blimp"], 7, 5)
+    assert (asked["path"], asked["tasks"], asked["limit"], asked["lm"].batch) == (str(tmp_path), ["piqa", "blimp"], 7, 5)
     assert torch.equal(asked["lm"].gpt.wte.weight, model.wte.weight) and asked["lm"].tokenizer == "byte"
     assert [(r["task"], r["metric"], r["value"], r["n"]) for r in rows] == [
         ("piqa", "acc", 0.5, 7), ("piqa", "acc_norm", 0.653, 7), ("piqa", "bits", 2.0, 7), ("blimp", "acc", 0.9, None)]
@@ -4097,6 +4097,15 @@ def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monke
                  "blimp | acc | – | 80.0 | 90.0 | +10.0"):
         assert f"| {line} |\n" in printed, line
     fails(capsys, lambda: bench.main(["eval", argv[1], "--tasks=pica", "--device=cpu"]), "did you mean piqa?", "--include_path=FOLDER")
+    fails(capsys, lambda: bench.main([*argv[:-1], "--include_path=mine", "--device=cpu"]), "--include_path=mine is no folder")
+    # a tag, or a group without a mean: the scores of its tasks
+    found = dict(results={"a": {"acc,none": 0.25}, "b": {"acc,none": 0.5, "alias": "b"}, "blimp": {"alias": "blimp"}})
+    assert [(r["task"], r["value"]) for r in bench_run(tmp_path, *argv)] == [("a", 0.25), ("b", 0.5)]
+
+    def refuses(lm, **kw):
+        raise ValueError("Duplicate task 'piqa'")
+    monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", refuses)
+    fails(capsys, lambda: bench.main([*argv, "--device=cpu"]), "error: lm_eval: Duplicate task 'piqa'")
 
 
 def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, capsys, monkeypatch):
@@ -4284,7 +4293,7 @@ def by_hand(model, context, continuation):
     return total, greedy
 
 
-def test_bench_eval_log_likelihoods_are_those_computed_by_hand():
+def test_bench_eval_log_likelihoods_are_those_computed_by_hand(capsys, monkeypatch):
     model = small_gpt()
     scorer = bench.Scorer(model, "byte", machine("cpu", "float32"), batch=3)
     pairs = [("The cat", " sat"), ("", "A dog"), ("spaces  ", "end"), ("x", "y"), ("longer", " contexts")]
@@ -4296,6 +4305,12 @@ def test_bench_eval_log_likelihoods_are_those_computed_by_hand():
     for (lp, greedy), (lp_, greedy_) in zip(found, expected):
         assert lp == pytest.approx(lp_, abs=1e-4) and greedy == greedy_
     assert found[-1][1] and not all(g for _, g in found)
+    # nothing to score is no answer, least of all the likeliest: of tokens that merge with the context none is left
+    with pytest.raises(SystemExit):
+        scorer.loglikelihood([SimpleNamespace(args=("The", ""))])
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "encode", lambda tokenizer, text: [text])
+        fails(capsys, lambda: scorer.pair("The", "re"), "'re' adds no token", "'The'")
     # a context longer than the model takes is cut on its left
     long = list(b"a context that is far longer than sixteen")
     assert scorer.score([(long, list(b"end"))])[0][0] == pytest.approx(scorer.score([(long[-14:], list(b"end"))])[0][0], abs=1e-5)
@@ -4339,7 +4354,8 @@ def test_bench_eval_of_a_local_task(tmp_path, capsys):
                  gold=draw.randrange(3)) for _ in range(20)]
     (tmp_path / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
     (tmp_path / "letters.yaml").write_text(
-        f"task: letters\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/docs.jsonl}}}}\ntest_split: test\n"
+        "task: letters\ntag: alphabet\n"
+        f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/docs.jsonl}}}}\ntest_split: test\n"
         'output_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{gold}}"\n'
         'metric_list:\n  - metric: acc\n')
     rows = bench_run(tmp_path, *argv)
@@ -4347,6 +4363,11 @@ def test_bench_eval_of_a_local_task(tmp_path, capsys):
         right = [max(range(3), key=lambda i: by_hand(model, d["q"].encode(), b" " + d["choices"][i].encode())[0]) == d["gold"]
                  for d in docs]
     assert 0 < sum(right) < 20 and {r["metric"]: r["value"] for r in rows}["acc"] == pytest.approx(sum(right) / 20)
+    (tmp_path / "group.yaml").write_text("group: texts\ntask:\n  - letters\n")  # asks for no mean
+    for task in ("alphabet", "texts"):
+        row, = bench_run(tmp_path, argv[0], argv[1], f"--tasks={task}", argv[3])
+        assert (row["task"], row["value"]) == ("letters", pytest.approx(sum(right) / 20))
+    fails(capsys, lambda: bench.main([*argv[:2], "--tasks=letters,texts", *argv[3:]]), "error: lm_eval: Duplicate")
 
 
 def test_bench_reads_training_logs(tmp_path):
