@@ -183,11 +183,15 @@ def table(args, title, head, rows):
 def record(args, **fields):
     "Append one object to the records; run tells the records of one command from those of the next"
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    with open(args.out, "ab+") as f:
-        if f.tell():
-            f.seek(-1, os.SEEK_END)
-            f.write(b"" if f.read() == b"\n" else b"\n")  # a kill can have cut the last one short
-        f.write(json.dumps(dict(what=args.what, run=args.run, hardware=args.hardware, git=args.git, **fields)).encode() + b"\n")
+    try:
+        with open(args.out, "ab+") as f:
+            if f.tell():
+                f.seek(-1, os.SEEK_END)
+                f.write(b"" if f.read() == b"\n" else b"\n")  # a kill can have cut the last one short
+            f.write(json.dumps(dict(what=args.what, run=args.run, hardware=args.hardware, git=args.git, **fields)).encode() + b"\n")
+    except OSError as e:
+        e.filename = args.out  # a full disk does not say where
+        raise
 
 
 def timed(work, m, rounds=7, least=0.02):

@@ -184,7 +184,9 @@ def write_or_warn(path, write):
     try:
         write_atomic(path, write)
         return True
-    except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
+    except (OSError, RuntimeError) as e:
+        if isinstance(e.__context__, OSError):
+            e = e.__context__  # torch.save turns a full disk into a RuntimeError that does not name it
         warn(f"warning: could not write {path} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]}); "
              f"{'the one before it stays' if os.path.exists(path) else 'free some space'}")
         return False

@@ -3517,6 +3517,22 @@ def test_data_full_disk_leaves_nothing_half_written(tmp_path, capsys, monkeypatc
     assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == b"old"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux's")
+def test_data_full_disk_is_named_also_where_pytorch_hides_it(capsys, monkeypatch):
+    def save(f):
+        full = open("/dev/full", "wb")
+        try:
+            torch.save(torch.zeros(10**6), SimpleNamespace(write=full.write, flush=full.flush))
+        finally:
+            with contextlib.suppress(OSError):
+                full.close()
+    monkeypatch.setattr(pd, "write_atomic", lambda path, write: write(None))
+    assert not pd.write_or_warn("nowhere/x", save)
+    assert capsys.readouterr().err.endswith("could not write nowhere/x (No space left on device); free some space\n")
+    args = SimpleNamespace(out="/dev/full", what="x", run="b", hardware="", git="")
+    fails(capsys, lambda: pd.run(lambda: bench.record(args)), "error: /dev/full: No space left on device; free some space")
+
+
 def test_data_full_disk_under_a_download_is_not_the_servers_fault(corpus, capsys, monkeypatch):
     full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))] + [None] * 99
     monkeypatch.setattr(pd.os, "fsync", unittest.mock.Mock(side_effect=full))
