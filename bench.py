@@ -1408,8 +1408,8 @@ def bench_plot(args):
     for draw, rows in ([(plot_logs, read_logs(args.logs))] if args.logs else
                        [(draw, records(args.records, what, args.run)) for what, draw in figures.items()]):
         for name, fig in draw(plt, rows) if rows else ():
-            machines = " and ".join(dict.fromkeys(r["hardware"] for r in rows))  # logs can be of several
-            fig.text(0, -0.03, f"{machines}, {rows[0]['run'][:10]}".rstrip(", "), fontsize=6, color="0.4")
+            machines = "\n".join(dict.fromkeys(r["hardware"] for r in rows))  # logs can be of several
+            fig.text(0, -0.01, f"{machines}, {rows[0]['run'][:10]}".rstrip(", "), fontsize=6, color="0.4", va="top")
             path = os.path.join(args.assets, f"{name}.{args.format}")
             fig.savefig(path, dpi=150, bbox_inches="tight")
             print(path)
@@ -1586,6 +1586,7 @@ def plot_decode(plt, rows):
                     ax.plot(2048, DECODE[2048, 64][size][i], color=COLORS[i], marker="*", ms=12, mfc="none", ls="", label=f"paper, {out}")
             ax.set(xlabel="batch, sequences", ylabel="tokens/s", title=f"{size}, prompt of {T}")
             ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_formatter("{x:g}")
             ax.set_yscale("log")
         axes[0][0].legend()
         yield f"decode_{size}", fig

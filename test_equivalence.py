@@ -4459,11 +4459,21 @@ def test_bench_plot_draws_what_the_records_say():
     (_, fig), = bench.plot_logs(plt, [dict(title="a", curve=[(0.0, 0, 7.0), (1.5, 9, 5.0)])])
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[0, 7], [1.5, 5]]
     (_, fig), = bench.plot_decode(plt, [dict(size="nano", T=1, batch=2, variant="dense", tokens_per_s=v, new_tokens=1) for v in (7, 5)])
-    assert fig.axes[0].lines[0].get_ydata().tolist() == [7]
+    assert fig.axes[0].lines[0].get_ydata().tolist() == [7] and fig.axes[0].xaxis.get_major_formatter()(8) == "8"  # no power of two
     for new, points in ((64, [[2048, 52820]]), (1, [])):  # the paper's, where it measured the same
         (_, fig), = bench.plot_decode(plt, [dict(size="tiny", T=1, batch=2048, variant="dense", tokens_per_s=7, new_tokens=new)])
         assert [line.get_xydata()[0].tolist() for line in fig.axes[0].lines if str(line.get_label()).startswith("paper")] == points
     plt.close("all")
+
+
+def test_bench_plot_names_each_machine_on_a_line_of_its_own(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    for k in "ab":
+        lines = dict(settings=dict(preset="shaq"), config={}, machine=k * 100), dict(step=0, val_loss=5.0, bits_per_byte=7.2)
+        (tmp_path / k).write_text("".join(json.dumps(r) + "\n" for r in lines))
+    bench.main(["plot", "--logs", str(tmp_path / "a"), str(tmp_path / "b"), f"--assets={tmp_path}"])
+    width, = struct.unpack(">I", (tmp_path / "training.png").read_bytes()[16:20])
+    assert width < 1.1 * 7 * 150  # both on one line would widen the figure
 
 
 def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys, monkeypatch):
