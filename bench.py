@@ -512,7 +512,7 @@ def paper_quality(kind, t):
     ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
     ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
     ("points", dict(type=number(int, 1), default=10, help="evaluations a run")),
-    ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile (default 1 on a GPU, with Triton)"))))
+    ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile"))))
 def bench_compare(args):
     """Two or more variants on the same data in the same order, from the same initial values of the weights they share, with k seeds.
     The first is the baseline: each other's loss minus its loss, seed by seed, is averaged, and its standard error is that over seeds.

@@ -3554,7 +3554,8 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys):
           "train_gpt.py: unknown flag --attn_ot; did you mean --attn_out? (--help lists all)", status=2)
     fails(capsys, lambda: parser.parse_args(["--attn", "x"]), "unknown flag --attn", status=2)
     fails(capsys, lambda: parser.parse_args(["--compile=maybe"]), "expected 0 or 1", status=2)
-    assert "(default: dense)" in parser.format_help()
+    parser.add_argument("--set", default="", help="name=value,..")
+    assert "(default: dense)" in parser.format_help() and "(default: )" not in parser.format_help()
 
 
 def test_data_small_promises(toy, monkeypatch, capsys):
