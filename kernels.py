@@ -502,39 +502,32 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     M = mh * mi
     if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and d // n_head % 8):
         return None
-    inner, warps = int(not heads_only), 4
     if heads_only:
-        A, P, C = 1, ch, d // n_head
+        inner, warps, P, C = 0, 4, ch, d // n_head
         CW = W = min(C & -C, 128)
         if "norm" in kind and CW < C < 128:  # whole rows in one program
             CW = W = 1 << (C - 1).bit_length()
         each = (4 if M * P <= 12 else 2) if kind == "grads" else 8 if bits == 16 and M * P <= 16 else 4  # numbers a thread and tile
-        R = 1 if "few" in kind else max(1, each * 128 // W)
         if kind in ("norm", "norm backward"):  # up to five sets of numbers: at most 32 a thread in each
             each = 2 if M * P <= 16 else 1
             warps = max(1, W // (32 * each))
-            R = 32 * warps * each // W
+        R = 1 if "few" in kind else max(1, each * 32 * warps // W)
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
-        if kind == "norm backward":  # at most 40
-            warps = 1 if d <= 1024 else 2 if d <= 2560 else 4
-            W = min(A * C, max(A, 128 * warps))
-            R = max(1, 32 * warps // W)
-        elif kind == "norm":  # 48, and two residuals: 15 programs a multiprocessor, where tensor-core products of 16 rows leave it one
-            warps = 1 if d <= 1536 else 2 if d <= 3072 else 4
-            R = 1 << (max(1, 48 * 32 * warps // d).bit_length() - 1)
-            W = min(A * C, max(A, 128 * warps // R))
-        elif bits == 16 and kind == "forward" and A * C >= 64 and d <= 1024:  # wider: one program fills a multiprocessor's registers
-            inner, R, W = 2, 16, min(A * C, 64)  # 16 bytes a thread and load
-        else:
-            warps, each, numbers = 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # numbers a thread: of a tile, of all tiles
-            if kind == "grads":  # three sets of them
-                warps, numbers = (2 if d <= 3072 else 4 if d <= 6144 else warps, 48) if bits == 16 else (warps, 32)
-            elif bits == 16 and kind in ("forward", "pre") and d > 1024:
-                each, numbers = 8, 128  # the more stand in one thread, the fewer shuffles
-            R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
-            R = 1 << (R.bit_length() - 1)
-            W = min(A * C, max(A, 1 << (max(1, warps * 32 * each // R) - 1).bit_length()))
+        inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # numbers a thread: of a tile, of all tiles
+        if kind == "grads":  # three sets of them
+            warps, numbers = (2 if d <= 3072 else 4 if d <= 6144 else warps, 48) if bits == 16 else (warps, 32)
+        elif kind == "norm":  # and two residuals: 15 programs a multiprocessor, where tensor-core products of 16 rows leave it one
+            warps, numbers = 1 if d <= 1536 else 2 if d <= 3072 else 4, 48
+        elif kind == "norm backward":  # one row, of at most 40 numbers a thread; more only where tiles are narrower than a warp
+            warps, numbers = 1 if d <= 1024 else 2 if d <= 2560 else 4, M
+        elif bits == 16 and "few" not in kind and d > 1024:
+            each, numbers = 8, 128  # the more stand in one thread, the fewer shuffles
+        R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
+        R = 1 << (R.bit_length() - 1)
+        W = min(A * C, max(A, each * 32 * warps // R))
+        if bits == 16 and kind == "forward" and A * C >= 64 and d <= 1024:  # wider: one program fills a multiprocessor's registers
+            inner, R, W = 2, 16, 64  # 16 bytes a thread and load
         P = A * C // W
         C = CW = C // P
     return dict(D=d, M=M, P=P, C=C, CW=CW, W=W, R=R, INNER=inner), warps
