@@ -1026,6 +1026,19 @@ if triton is not None:
             return x
 
     @triton.jit
+    def _fo_compose(c, at, step, parts, n, live, U: tl.constexpr):
+        "c through n maps c -> prod(f) c + part: their prods at at, at + step, .., their parts behind those"
+        for k in range(0, n, U):
+            ps, qs = (), ()
+            for u in tl.static_range(U):  # all loads first, as below
+                m = k + u < n * live.to(tl.int32)
+                ps = ps + (tl.load(at + (k + u) * step, m, 1.0),)
+                qs = qs + (tl.load(at + (k + u) * step + parts, m, 0.0),)
+            for u in tl.static_range(U):
+                c = ps[u] * c + qs[u]
+        return c
+
+    @triton.jit
     def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, H, sb, st, L,
                            ACT: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr, PTX: tl.constexpr,
                            U: tl.constexpr, D: tl.constexpr):
@@ -1037,28 +1050,21 @@ if triton is not None:
         b = (tl.program_id(0) // tl.cdiv(H, D)).to(tl.int64)
         i = tl.program_id(0) % tl.cdiv(H, D) * D + tl.arange(0, D)
         live = i < H
-        zero = tl.zeros((D,), tl.int32)  # makes masks of scalars (D,): the interpreter cannot broadcast them
+        end = T * live.to(tl.int32)  # (D,), as the interpreter cannot broadcast masks of scalars
         row = b * H + i  # in a (B, H) tensor; row n of (N, B, H) is (n * B + b) * H + i
         c = tl.zeros((D,), S)
         prod = c + 1
         if c0_ptr is not None and not SUMMARY:
             c = tl.load(c0_ptr + row, live, 0.0).to(S)
         if SEGMENTED:
-            for s0 in range(0, seg, U):
-                ps, qs = (), ()
-                for u in tl.static_range(U):
-                    s, m = s0 + u, live & (s0 + u + zero < seg)
-                    ps = ps + (tl.load(sum_ptr + (s * B + b) * H + i, m, 1.0),)
-                    qs = qs + (tl.load(sum_ptr + ((segs + s) * B + b) * H + i, m, 0.0),)
-                for u in tl.static_range(U):
-                    c = ps[u] * c + qs[u]
+            c = _fo_compose(c, sum_ptr + row, B * H, segs * B * H, seg, live, U)
         for k in range(0, tl.cdiv(tl.minimum(T - seg * L, L), U)):
             t0 = seg * L + k * U
             # One step in flight at a time would be bound by latency, 20 times off the memory's rate: all loads of a
             # chunk go out first. Steps past T get f = 1, z = 0 and leave c alone.
             zs, fs, os = (), (), ()
             for u in tl.static_range(U):
-                m = live & (t0 + u + zero < T)
+                m = t0 + u < end
                 at = b * sb + (t0 + u).to(tl.int64) * st + i
                 zs = zs + (tl.load(z_ptr + at, m, 0.0),)
                 fs = fs + (tl.load(f_ptr + at, m, float("inf") if ACT else 1.0),)
@@ -1075,7 +1081,7 @@ if triton is not None:
                 else:
                     o = _fo_sigmoid(os[u].to(S), ACT, PTX)
                     at = (b * T + t0 + u) * H + i
-                    tl.store(h_ptr + at, (o * c).to(h_ptr.dtype.element_ty), live & (t0 + u + zero < T))
+                    tl.store(h_ptr + at, (o * c).to(h_ptr.dtype.element_ty), t0 + u < end)
         if SUMMARY:
             tl.store(sum_ptr + (seg * B + b) * H + i, prod, live)
             tl.store(sum_ptr + ((segs + seg) * B + b) * H + i, c, live)
@@ -1093,27 +1099,20 @@ if triton is not None:
         b = (tl.program_id(0) // tl.cdiv(H, D)).to(tl.int64)
         i = tl.program_id(0) % tl.cdiv(H, D) * D + tl.arange(0, D)
         live = i < H
-        zero = tl.zeros((D,), tl.int32)
+        end = T * live.to(tl.int32)
         row = b * H + i
         e = tl.zeros((D,), S)
         prod = e + 1
         if dc_last_ptr is not None and not SUMMARY:
             e = tl.load(dc_last_ptr + row, live, 0.0).to(S)
         if SEGMENTED:
-            for s0 in range(0, segs - 1 - seg, U):
-                ps, qs = (), ()
-                for u in tl.static_range(U):
-                    s, m = segs - 1 - s0 - u, live & (segs - 1 - s0 - u + zero > seg)
-                    ps = ps + (tl.load(sum_ptr + (s * B + b) * H + i, m, 1.0),)
-                    qs = qs + (tl.load(sum_ptr + ((segs + s) * B + b) * H + i, m, 0.0),)
-                for u in tl.static_range(U):
-                    e = ps[u] * e + qs[u]
+            e = _fo_compose(e, sum_ptr + (segs - 1) * B * H + row, -B * H, segs * B * H, segs - 1 - seg, live, U)
         chunks = tl.cdiv(tl.minimum(T - seg * L, L), U)
         for k in range(0, chunks):
             t0 = seg * L + (chunks - 1 - k) * U
             zs, fs, os, gs, cs = (), (), (), (), ()
             for u in tl.static_range(U):
-                m = live & (t0 + u + zero < T)
+                m = t0 + u < end
                 at = b * sb + (t0 + u).to(tl.int64) * st + i
                 fs = fs + (tl.load(f_ptr + at, m, float("inf") if ACT else 1.0),)
                 if not SUMMARY:
@@ -1153,7 +1152,7 @@ if triton is not None:
                         if dh_ptr is not None:
                             do = do * (o * (1 - o))
                     c = cs[u]
-                    m = live & (t0 + u + zero < T)
+                    m = t0 + u < end
                     at = b * db + (t0 + u).to(tl.int64) * dt + i
                     tl.store(dz_ptr + at, dz.to(G), m)
                     tl.store(df_ptr + at, df.to(G), m)
