@@ -178,17 +178,13 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
         if pre is not None:
             s = scaled[:len(o)]
             block = torch.mul(block, pre, out=s) if wide is None else s.copy_(w.copy_(block).mul_(pre))
-        u = transform(block, o)
-        if wide is not None and (alpha is not None or beta is not None):
-            u = w.copy_(u)  # here and above: given two dtypes, an operator would itself make a copy, in new memory each time
+        transform(block, o)
         if alpha is not None:
-            u = torch.mul(u, alpha, out=w) if beta is None else torch.addcmul(beta, u, alpha, out=w)  # one pass where mul, add took two
-        elif beta is not None:
-            u = torch.add(beta, u, alpha=scale, out=w)
+            w.copy_(o)  # here and above: given two dtypes, an operator would itself make a copy, in new memory each time
+            w.mul_(alpha) if beta is None else torch.addcmul(beta, w, alpha, out=w)  # one pass where mul, add took two
+            o.copy_(w)  # nothing where w is o
         elif scale != 1.0:
-            u = torch.mul(u, scale, out=w)
-        if u is not o:
-            o.copy_(u)
+            o.mul_(scale)
     return out
 
 
@@ -608,7 +604,7 @@ def _on_triton(x, n_head, heads_only):
 @torch.library.custom_op("kernels::hadamard", mutates_args=())
 def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | None, pre: torch.Tensor | None, scale: float,
               n_head: int, heads_only: bool) -> torch.Tensor:
-    "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None"
+    "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta beside alpha only"
     _check_orders(x.shape[1], n_head, heads_only)
     run = _transform_triton if _on_triton(x, n_head, heads_only) else _transform_torch
     return run(x, alpha, beta, pre, scale, n_head, heads_only)
@@ -818,17 +814,17 @@ def hadamard_transform(x, scale=1.0):
 def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     """alpha * (x @ H / sqrt(d)) + beta [1, eq. 1], in one pass over memory, with gradients of any order for x, alpha and beta.
 
-    x: (..., d), as for hadamard_transform; alpha, beta: (d,), float (often fp32 beside bf16 rows), or None. Returns x's shape and dtype.
+    x: (..., d), as for hadamard_transform; alpha, beta: (d,), float (often fp32 beside bf16 rows). Returns x's shape and dtype.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d: the same matrix for most sizes, and the one whose inner factor can be folded into
     the value projection for all. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
     """
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)
-    d, vectors = x.shape[-1], {n: t for n, t in (("alpha", alpha), ("beta", beta)) if t is not None}
-    if n_head < 1 or d % n_head or any(t.shape != (d,) for t in vectors.values()):
+    d = x.shape[-1]
+    if n_head < 1 or d % n_head or alpha.shape != (d,) or beta.shape != (d,):
         raise ValueError(f"hadamard_affine: x (..., d) with d a multiple of n_head, alpha (d,) and beta (d,); got x {tuple(x.shape)}, "
-                         + "".join(f"{n} {tuple(t.shape)}, " for n, t in vectors.items()) + f"n_head {n_head}")
-    _check_meta("hadamard_affine", x, *vectors.values())
+                         f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
+    _check_meta("hadamard_affine", x, alpha, beta)
     scale = (n_head if heads_only else d) ** -0.5
     return _hadamard(rows, alpha, beta, None, scale, n_head, heads_only).view(x.shape)
 
