@@ -576,14 +576,16 @@ class GPT(nn.Module):
         uniform = draws(max_new_tokens, temperature, idx, generator)
         start = done = max(0, idx.size(1) - size)  # the window is idx[:, start:], and the cache holds it up to done
         cache = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None
-        # what a graph reads and writes stays where it is: the last token, the next, the last one's place in the window, the draw
-        token, new, at, u = idx[:, -1:].clone(), idx[:, -1:].clone(), idx.new_empty(1), uniform.new_empty(len(idx), 1)
-        steps = {}
+        # what a graph reads and writes stays where it is: the last token, which the next one takes the place of, where it stands, the draw
+        new, at, u = idx[:, -1:].clone(), idx.new_empty(1), uniform.new_empty(len(idx), 1)
         stride = 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
 
+        @lru_cache(None)
         def step(length):  # one token, against the cache's first length positions
-            x = self.hidden(token, [(k[:, :, :length], v[:, :, :length]) for k, v in cache], at)
-            new.copy_(sample(self.lm_head(x[:, -1]), temperature, top_k, u))
+            def work():
+                x = self.hidden(new, [(k[:, :, :length], v[:, :, :length]) for k, v in cache], at)
+                new.copy_(sample(self.lm_head(x[:, -1]), temperature, top_k, u))
+            return captured(work, idx.device, [new])
 
         with evaluating(self):
             for i in range(max_new_tokens):
@@ -591,16 +593,12 @@ class GPT(nn.Module):
                     start = done = idx.size(1) - max(1, size // 2)
                 u.copy_(uniform[i])
                 if use_cache and idx.size(1) - done == 1:
-                    token.copy_(idx[:, done:])
                     at.fill_(done - start)
-                    length = min(size, (done - start) // stride * stride + stride)
-                    if length not in steps:
-                        steps[length] = captured(lambda length=length: step(length), idx.device)
-                    steps[length]()
+                    step(min(size, (done - start) // stride * stride + stride))()
                 else:
-                    x = self.hidden(idx[:, done:], cache, done - start) if use_cache else self.hidden(idx[:, start:])
+                    x = self.hidden(idx[:, done:], cache, done - start)
                     new.copy_(sample(self.lm_head(x[:, -1]), temperature, top_k, u))
-                done = idx.size(1)
+                done = idx.size(1) if use_cache else start
                 idx = torch.cat((idx, new), 1)
         return idx
 
@@ -1104,18 +1102,17 @@ class SHAQ(nn.Module):
         """
         generator = generator or torch.Generator().manual_seed(1337)
         uniform = draws(max_new_tokens, temperature, idx, generator)
-        # as in GPT.generate; token holds one from the start: captured() runs a step before it records it
-        token, new, u = idx[:, -1:].clone(), idx[:, -1:].clone(), uniform.new_empty(len(idx), 1)
+        new, u = idx[:, -1:].clone(), uniform.new_empty(len(idx), 1)    # as in GPT.generate
         out, one = [idx], None                                          # one: step(), captured
 
         def step():
-            new.copy_(sample(self.advance(token, rings), temperature, top_k, u))
+            new.copy_(sample(self.advance(new, rings), temperature, top_k, u))
 
         with evaluating(self):
-            windows = idx.split(1024, dim=1)                            # a long prompt is read as training reads it
+            prompt = idx if max_new_tokens else idx[:, :-1]
+            for i in range(0, prompt.size(1), 1024):                    # a long prompt is read as training reads it
+                logits, state = self(prompt[:, i:i + 1024], state=state)
             while len(out) <= max_new_tokens:
-                for window in windows:                                  # all at once, as in training
-                    logits, state = self(window, state=state)
                 u.copy_(uniform[len(out) - 1])
                 new.copy_(sample(logits[:, -1], temperature, top_k, u))                 # (B, 1)
                 out.append(new.clone())
@@ -1130,15 +1127,12 @@ class SHAQ(nn.Module):
                     for old, now in zip(tensors(rings), tensors(fresh)):
                         old.copy_(now)
                     for _ in range(n):
-                        token.copy_(new)
                         u.copy_(uniform[len(out) - 1])
                         one()
                         out.append(new.clone())
                     state = self.unrings(state, rings)
-                windows = out[-1:]
-            if not max_new_tokens and idx.size(1) > 1:
-                for window in idx[:, :-1].split(1024, dim=1):
-                    _, state = self(window, state=state)
+                if len(out) <= max_new_tokens:
+                    logits, state = self(new, state=state)
         return torch.cat(out, dim=1), detach_state(state)
 
     def rings(self, state, n):
