@@ -20,6 +20,7 @@ import pickle
 import sys
 import time
 import zipfile
+from collections import namedtuple
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import lru_cache
@@ -839,6 +840,9 @@ class QRNN(nn.Module):
         return h, (end, c)
 
 
+Ring = namedtuple("Ring", "rows n")  # what MemoryAttention.ring() makes of a memory
+
+
 class MemoryAttention(nn.Module):
     """Attention of section 4.2 over the window and the memory. Only the queries have a projection."""
 
@@ -885,12 +889,12 @@ class MemoryAttention(nn.Module):
         else:
             q = self.drop(q)
         q = q.to(m.dtype)
-        if isinstance(memory, tuple) and len(memory) == 2:              # of ring()
+        if isinstance(memory, Ring):
             rows, n = memory
             place, mask = self.place(n, rows.size(1), q.dtype)
             rows.index_copy_(1, place, m.to(rows.dtype))
             x = self.attend(q, rows.to(q.dtype), mask)
-            memory = rows, n + 1
+            memory = Ring(rows, n + 1)
         elif self.config.memory == "mean":
             x, memory = self.over_mean(q, m, memory)
         else:
@@ -942,7 +946,7 @@ class MemoryAttention(nn.Module):
             n = memory.size(1)
             rows = memory.new_zeros(memory.size(0), max(1, min(self.mem_len, n + new)), memory.size(2))
             rows[:, :n] = memory
-        return rows, torch.full((1,), n, device=rows.device)
+        return Ring(rows, torch.full((1,), n, device=rows.device))
 
     def place(self, n, length, dtype):
         "Where the row of position n (1,) goes in a ring of that length, and attend()'s mask (1, length) of the rows it may see"
