@@ -1300,12 +1300,10 @@ def machine(device="auto", dtype="auto"):
     "Choose device (auto | cpu | cuda | mps) and dtype (auto | float32 | bfloat16), join torchrun's processes. ValueError: not to be had."
     rank, world, local = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     keep_freed_memory()
-    note = f"{device}, as asked"
-    if device == "auto":
-        device, note = (("cuda", "a GPU") if torch.cuda.is_available() else
-                        ("mps", "Apple's GPU") if torch.backends.mps.is_available() else ("cpu", "no GPU found"))
-    device = torch.device(device)
-    if (device.type == "cuda" and not torch.cuda.is_available()) or (device.type == "mps" and not torch.backends.mps.is_available()):
+    there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    note = f"{device}, as asked" if device != "auto" else "Apple's GPU" if there["mps"] else "no GPU found"
+    device = torch.device(next(name for name in there if there[name]) if device == "auto" else device)
+    if not there[device.type]:
         raise ValueError(f"--device={device}: this PyTorch ({torch.__version__}) sees no such device; take --device=cpu")
     if device.type == "cuda":
         device = torch.device("cuda", local)
