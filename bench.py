@@ -439,8 +439,8 @@ class Trainer:
         return train_shaq.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.s, self.m)
 
     def run(self, what, points=10):
-        """All steps -> (curve, tokens/s). The curve: [step, training loss since the last point, validation loss, FLOPs, seconds in steps].
-        what names the run in its line of progress."""
+        """All steps -> (curve, tokens/s). The curve: [step, training loss since the last point, validation loss, FLOPs, seconds in steps];
+        a run that diverges ends, with a validation loss of inf. what names the run in its line of progress."""
         curve, losses, times, rates, start = [[0, None, self.validate(), 0.0, 0.0]], [], [], [], time.perf_counter()
         marks = {round(self.steps * (k + 1) / points) for k in range(points)}
         for i in range(self.steps):
@@ -448,11 +448,13 @@ class Trainer:
             losses.append(self.step(i))  # .item() in it waits for the device
             times.append(time.perf_counter() - t0)
             rates.append(self.tokens[-1] / times[-1])
-            if not math.isfinite(losses[-1]):
-                die(f"step {i}: loss {losses[-1]} at lr {self.s['lr']:g}: lower lr or raise warmup_steps")
-            if i + 1 in marks:
-                curve.append([i + 1, sum(losses) / len(losses), self.validate(), (i + 1) * self.step_tokens * self.flops, sum(times)])
+            if i + 1 in marks or not math.isfinite(losses[-1]):
+                val = self.validate() if math.isfinite(losses[-1]) else math.inf
+                curve.append([i + 1, sum(losses) / len(losses), val if math.isfinite(val) else math.inf,
+                              (i + 1) * self.step_tokens * self.flops, sum(times)])
                 losses = []
+            if curve[-1][2] == math.inf:
+                break
             if i + 1 < self.steps:
                 progress(i + 1, self.steps, start, what, unit="steps", scale=1)
         if progress.open:  # a terminal: the next line takes the place of this one
@@ -569,6 +571,9 @@ def bench_compare(args):
             t.set_steps(steps[i])
             curve, tokens_per_s = t.run(f"run {sum(map(len, runs)) + 1} of {len(variants) * args.seeds}", args.points)
             loss = curve[-1][2]
+            if loss == math.inf:
+                die(f"{texts[i] or 'default'}, seed {seed}: diverged at step {curve[-1][0]}, lr {t.s['lr']:g}: "
+                    "lower lr or raise warmup_steps")
             runs[i].append(dict(
                 model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=t.params,
                 tokens=steps[i] * t.step_tokens, val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token,
@@ -1211,11 +1216,13 @@ def bench_scaling(args):
                     size=size, variant=out, seed=seed, lr=t.s["lr"], params=t.params, tokens=t.steps * t.step_tokens,
                     compute=t.flops * t.steps * t.step_tokens, val_loss=curve[-1][2], tokens_per_s=pace, dataset=data.name, curve=curve))
                 record(args, **runs[out][-1])
-                print(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {t.steps:,} steps, "
+                print(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {curve[-1][0]:,} of {t.steps:,} steps, "
                       f"{curve[-1][2]:.4f} nats per token", file=sys.stderr)
         for out in args.variants:
             mine, others = at_best_rate(runs[out])[size], at_best_rate(runs[base])[size]
             best, loss = mine[0]["lr"], [r["val_loss"] for r in mine]
+            if math.inf in loss:
+                die(f"{size} {out} diverged at every learning rate: give lower ones in --lr")
             if len(rates[size]) > 1 and best in (min(rates[size]), max(rates[size])):
                 print(f"note: {size} {out} is best at lr {best:g}, at an end of those that were tried: give --lr more there",
                       file=sys.stderr)
