@@ -1605,8 +1605,8 @@ def main(argv=None):
     while argv and not argv[0].startswith("-"):
         what.append(argv.pop(0))
     if not what:
-        if __doc__ and set(argv) & {"-h", "--help"}:  # python -OO leaves none
-            return print(__doc__.strip())
+        if set(argv) & {"-h", "--help"}:
+            return print(__doc__)
         die(f"say what to measure: python bench.py {' | '.join(COMMANDS)}")
     known("WHAT", what, COMMANDS)
     gpu = on_gpu(argv)

@@ -4231,8 +4231,6 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
                         (["scaling", "--sizes=nano,dva_book"], "--set dataset=NAME")):
         fails(capsys, lambda: bench.main(argv), words)
     assert bench.settings("shaq", "attn_layers=2,4, n_embd=32", "") == dict(attn_layers=(2, 4), n_embd=32)
-    monkeypatch.setattr(bench, "__doc__", None)  # of python -OO
-    fails(capsys, lambda: bench.main(["--help"]), "say what to measure")
     monkeypatch.setattr(bench, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 2, ""))
     fails(capsys, lambda: bench.main(["params"]), "without torchrun")
 
