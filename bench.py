@@ -673,11 +673,8 @@ def affine_rows(args, m, d):
     def random(*shape, grad=False, dtype=m.dtype):
         return torch.randn(shape, device=m.device).to(dtype).requires_grad_(grad)
 
-    def vector():
-        return random(d, grad=True, dtype=torch.float32)  # as in training, beside 16-bit rows
-
     x, dy, y = (ring(lambda: random(args.rows, d)) for _ in range(3))
-    alpha, beta = vector(), vector()
+    alpha, beta, weight, shift = (random(d, grad=True, dtype=torch.float32) for _ in range(4))  # as in training, beside 16-bit rows
     low = [t.detach().to(m.dtype).requires_grad_() for t in (alpha, beta)]
     W, b = (random(d, d) * d ** -0.5).requires_grad_(), random(d, grad=True)
     layers = {"dense": (lambda x: F.linear(x, W, b), (W, b)), "identity": (lambda x: torch.addcmul(low[1], x, low[0]), low),
@@ -690,8 +687,6 @@ def affine_rows(args, m, d):
            dict(op="affine", d=d, rows=args.rows, n_head=h),
            {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()}, "dense", copy=(x, y))
     if hadamard_norm_is_fused(d, h, h > 1):
-        weight, shift = vector(), vector()
-
         def two_steps(x, r):
             r = r + hadamard_affine(x, alpha, beta, h, h > 1)
             return r, F.layer_norm(r, (d,), *low)
