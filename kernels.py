@@ -242,19 +242,21 @@ if triton is not None:
     def _grid(t, P: tl.constexpr):
         """The second half of _across for H_20, C and the diagonal, in 6 additions instead of 10: GF(9) is a 3 x 3 grid in which chi(x - y)
         is 1 along the row and the column of y and -1 elsewhere, so (C x)_y = x_0 - sum + 2 (row + column) - 3 x_y, sums over the grid
-        without x_0, and (C x)_0 = sum. Of tile i of 20 P, i // 2P is 0, or 1 + the place on the grid."""
-        lines = ()  # sums of 3 rows, then of 3 columns, each for 2 P tiles
-        for i in tl.static_range(6 * P):
-            lines = lines + (t[i + (i // (2 * P) * 4 + 2) * P] + t[i + (i // (2 * P) * 4 + 4) * P] + t[i + (i // (2 * P) * 4 + 6) * P],)
-        for i in tl.static_range(6 * P):
-            lines = lines + (t[i + 2 * P] + t[i + 8 * P] + t[i + 14 * P],)
+        without x_0, and (C x)_0 = sum. Tiles stand in ten groups of 2 P: x_0, then the grid row by row."""
+        Q: tl.constexpr = 2 * P
+        lines = ()  # sums of 3 rows, then of 3 columns, each for Q tiles
+        for row in tl.static_range(3):
+            for j in tl.static_range(Q):
+                lines = lines + (t[(3 * row + 1) * Q + j] + t[(3 * row + 2) * Q + j] + t[(3 * row + 3) * Q + j],)
+        for i in tl.static_range(3 * Q):
+            lines = lines + (t[i + Q] + t[i + 4 * Q] + t[i + 7 * Q],)
         n = ()
-        for i in tl.static_range(20 * P):
-            acc = lines[i % (2 * P)] + lines[2 * P + i % (2 * P)] + lines[4 * P + i % (2 * P)]
-            if i >= 2 * P:
-                acc = (t[i % (2 * P)] - acc) - 3 * t[i] + 2 * (lines[(i // (2 * P) - 1) // 3 * 2 * P + i % (2 * P)]
-                                                               + lines[(3 + (i // (2 * P) - 1) % 3) * 2 * P + i % (2 * P)])
-            n = n + (acc - t[i - P] if (i // P) & 1 else acc + t[i + P],)
+        for y in tl.static_range(10):
+            for j in tl.static_range(Q):
+                acc = lines[j] + lines[Q + j] + lines[2 * Q + j]
+                if y > 0:
+                    acc = (t[j] - acc) - 3 * t[y * Q + j] + 2 * (lines[(y - 1) // 3 * Q + j] + lines[(3 + (y - 1) % 3) * Q + j])
+                n = n + (acc - t[y * Q + j - P] if j >= P else acc + t[y * Q + j + P],)
         return n
 
     @triton.jit
@@ -270,17 +272,18 @@ if triton is not None:
         if M == 20:
             t = _grid(t, P)
         elif M > 1:
+            Q: tl.constexpr = 2 * P
             n = ()
-            for i in tl.static_range(M * P):
-                acc = 0.0 - t[i - P] if (i // P) & 1 else t[i + P]
-                for k in tl.static_range(M // 2):
-                    if k != i // P // 2:
-                        # C is 1 in its first row and column, else chi(i - k): 1 if (i - k)^((q - 1) / 2) = 1 mod q = M / 2 - 1 (Euler)
-                        if k * (i // P // 2) == 0 or (i // P // 2 - k) ** (M // 4 - 1) % (M // 2 - 1) == 1:
-                            acc = acc + t[(2 * k + (i // P) % 2) * P + i % P]
-                        else:
-                            acc = acc - t[(2 * k + (i // P) % 2) * P + i % P]
-                n = n + (acc,)
+            for y in tl.static_range(M // 2):
+                for j in tl.static_range(Q):
+                    acc = 0.0 - t[y * Q + j - P] if j >= P else t[y * Q + j + P]
+                    for x in tl.static_range(M // 2):
+                        if x != y:  # C: 1 in row and column 0, else chi(y - x), 1 if (y - x)^((q - 1) / 2) = 1 mod q = M / 2 - 1 (Euler)
+                            if x * y == 0 or (y - x) ** (M // 4 - 1) % (M // 2 - 1) == 1:
+                                acc = acc + t[x * Q + j]
+                            else:
+                                acc = acc - t[x * Q + j]
+                    n = n + (acc,)
             t = n
         return t
 
