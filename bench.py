@@ -572,8 +572,7 @@ def bench_compare(args):
             curve, tokens_per_s = t.run(f"run {sum(map(len, runs)) + 1} of {len(variants) * args.seeds}", args.points)
             loss = curve[-1][2]
             if loss == math.inf:
-                die(f"{texts[i] or 'default'}, seed {seed}: diverged at step {curve[-1][0]}, lr {t.s['lr']:g}: "
-                    "lower lr or raise warmup_steps")
+                die(f"{texts[i] or 'default'}, seed {seed}: diverged at step {curve[-1][0]}, lr {t.s['lr']:g}: lower lr or warm up longer")
             runs[i].append(dict(
                 model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=t.params,
                 tokens=steps[i] * t.step_tokens, val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token,
