@@ -1162,6 +1162,7 @@ class SHAQ(nn.Module):
 
         torch._dynamo.config.recompile_limit = 64  # with state or without, with attention or without, in either dtype: 8 can be too few
         torch._dynamo.config.optimize_ddp = False  # or DDP cuts each block's code in two, though a block is about one of its buckets
+        torch.fx.experimental._config.use_duck_shape = False  # or a window as long as a block is wide has its length fixed in the code
         for part, method in ((MemoryAttention, "forward"), (SHAQBlock, "lstm")):
             if not getattr(getattr(part, method), "_torchdynamo_disable", False):
                 setattr(part, method, torch.compiler.disable(getattr(part, method)))

@@ -2907,8 +2907,8 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(text_data, preset, opti
 
 
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
-@pytest.mark.parametrize("preset", ["shaq", "mean_mem"])
-def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengths(preset):
+@pytest.mark.parametrize("preset, lengths", [("shaq", (16, 16, 13, 9, 7)), ("mean_mem", (12, 12, 11, 9, 7))])  # 16: the width
+def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengths(preset, lengths):
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -2921,7 +2921,7 @@ def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengt
     models = [tiny_shaq(preset, mem_len=20, mean_window=8).train() for _ in range(2)]
     models[1].compile(backend=backend, dynamic=True)
     ids, states, at, graphs = torch.randint(11, (2, 90), generator=torch.Generator().manual_seed(0)), [None, None], 0, []
-    for T in (12, 12, 11, 9, 7):
+    for T in lengths:
         results = []
         for i, model in enumerate(models):
             loss, state = model(ids[:, at:at + T], ids[:, at + 1:at + T + 1], states[i])
@@ -2932,7 +2932,8 @@ def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengt
         at += T
         graphs.append(counters["stats"]["unique_graphs"])
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
-    assert graphs[0] > 0 and graphs[2:] == [graphs[2]] * 3, graphs
+    settled = graphs[1:] if preset == "shaq" else graphs[2:]  # a mean memory is none at first, then without a mean
+    assert graphs[0] > 0 and len(set(settled)) == 1, graphs
     outs = [model.generate(ids[:, :5], 4, temperature=0)[0] for model in models]
     assert torch.equal(*outs) and counters["stats"]["unique_graphs"] == graphs[-1]  # for training only
     # what stands before and behind the recurrence is in graphs; the LSTM, at which dynamo would drop the rest of the block, is not
