@@ -572,7 +572,8 @@ def bench_compare(args):
             curve, tokens_per_s = t.run(f"run {sum(map(len, runs)) + 1} of {len(variants) * args.seeds}", args.points)
             loss = curve[-1][2]
             if loss == math.inf:
-                die(f"{texts[i] or 'default'}, seed {seed}: diverged at step {curve[-1][0]}, lr {t.s['lr']:g}: lower lr or warm up longer")
+                die(f"{texts[i] or 'default'}, seed {seed}: diverged at step {curve[-1][0]}, lr {t.s['lr']:g}: "
+                    "lower lr or raise warmup_steps")
             runs[i].append(dict(
                 model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=t.params,
                 tokens=steps[i] * t.step_tokens, val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token,
@@ -1216,7 +1217,7 @@ def bench_scaling(args):
             mine, others = at_best_rate(runs[out])[size], at_best_rate(runs[base])[size]
             best, loss = mine[0]["lr"], [r["val_loss"] for r in mine]
             if math.inf in loss:
-                die(f"{size} {out} diverged at every learning rate: give lower ones in --lr")
+                die(f"{size} {out}: at every learning rate a run diverged; give lower ones in --lr")
             if len(rates[size]) > 1 and best in (min(rates[size]), max(rates[size])):
                 print(f"note: {size} {out} is best at lr {best:g}, at an end of those that were tried: give --lr more there",
                       file=sys.stderr)

@@ -3887,8 +3887,8 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
     assert [r["val_loss"] == math.inf for r in rows if "lr" in r] == [r["lr"] == 0.5 for r in rows if "lr" in r] == [1, 1, 0, 0] * 2
     assert re.search("hadamard seed 1, lr 0.5: .*, 1 of .*, inf nats", capsys.readouterr().err)
     compare = "compare", "--variant=lr=8e-3", "--variant=lr=1", small + ",size=nano,n_embd=8,max_steps=2"
-    for argv, words in (((*argv, "--lr=0.5,1"), "1x8 dense diverged at every learning rate"),
-                        (compare, "lr=1, seed 1: diverged at step 1, lr 1")):
+    for argv, words in (((*argv, "--lr=0.5,1"), "1x8 dense: at every learning rate a run diverged"),
+                        (compare, "lr=1, seed 1: diverged at step 1, lr 1: lower lr or raise warmup_steps")):
         with pytest.raises(SystemExit):
             bench_run(tmp_path, *argv)
         assert f"error: {words}" in capsys.readouterr().err.splitlines()[-1]
