@@ -1304,7 +1304,7 @@ def machine(device="auto", dtype="auto"):
     there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     note = f"{device}, as asked" if device != "auto" else "Apple's GPU" if there["mps"] else "no GPU found"
     device = torch.device(next(name for name in there if there[name]) if device == "auto" else device)
-    if not there[device.type]:
+    if not there.get(device.type):
         raise ValueError(f"--device={device}: this PyTorch ({torch.__version__}) sees no such device; take --device=cpu")
     if device.type == "cuda":
         device = torch.device("cuda", local)

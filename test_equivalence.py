@@ -1309,6 +1309,7 @@ def test_run_machine_says_what_it_chose(monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="--device=cuda.*take --device=cpu"):
             machine("cuda")
+    refuses(lambda: machine("xpu"), "--device=xpu", "take --device=cpu")
 
 
 def test_run_processes_share_the_work_by_rank_and_a_machines_gpus_by_local_rank(monkeypatch):
