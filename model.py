@@ -1157,7 +1157,7 @@ class SHAQ(nn.Module):
 
     def compile(self, **kw):
         """torch.compile for training, kw as there: a block's code once for all blocks and windows of any length. The LSTM and attention,
-        whose loops run over a window's length, stay eager, in all models of this process."""
+        whose loops run over a window's length, stay eager. That and the compiler's settings below hold for the whole process."""
         import torch._dynamo
 
         torch._dynamo.config.recompile_limit = 64  # with state or without, with attention or without, in either dtype: 8 can be too few
