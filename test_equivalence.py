@@ -731,8 +731,8 @@ def test_gpt_of_nanogpts_kind_has_its_parameters_and_its_logits():
     "Names, shapes and order are nanoGPT's behind its prefix: its weights, and an optimiser's state, can be loaded; its GELU is not ours"
     d, h, V, T = 24, 3, 13, 10
     model = GPT(GPTConfig(n_layer=2, n_head=h, n_embd=d, vocab_size=V, block_size=T, mlp="gelu", pos="learned")).double()
-    block = [(f"ln_{i}", (d,)) for i in "1"] + [("attn.c_attn", (3 * d, d)), ("attn.c_proj", (d, d)), ("ln_2", (d,)),
-                                                ("mlp.c_fc", (4 * d, d)), ("mlp.c_proj", (d, 4 * d))]
+    block = [("ln_1", (d,)), ("attn.c_attn", (3 * d, d)), ("attn.c_proj", (d, d)), ("ln_2", (d,)), ("mlp.c_fc", (4 * d, d)),
+             ("mlp.c_proj", (d, 4 * d))]
     names = [("wte.weight", (V, d)), ("wpe.weight", (T, d))]
     for at, shape in [(f"h.{i}.{n}", s) for i in range(2) for n, s in block] + [("ln_f", (d,))]:
         names += [(at + ".weight", shape), (at + ".bias", shape[:1])]
