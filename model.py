@@ -1208,6 +1208,7 @@ class LAMB(torch.optim.Optimizer):
         super().add_param_group(group)
         for p in self.param_groups[-1]["params"]:
             if p.dtype not in (torch.float32, torch.float64):
+                del self.param_groups[-1]
                 raise ValueError(f"LAMB: got a parameter in {p.dtype}, expected fp32; use autocast for 16 bits")
 
     @torch.no_grad()
