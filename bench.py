@@ -1601,7 +1601,7 @@ def main(argv=None):
         what.append(argv.pop(0))
     if not what:
         if set(argv) & {"-h", "--help"}:
-            return print(__doc__)
+            return print(__doc__.strip())
         die(f"say what to measure: python bench.py {' | '.join(COMMANDS)}")
     known("WHAT", what, COMMANDS)
     gpu = on_gpu(argv)

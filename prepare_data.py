@@ -185,7 +185,7 @@ def write_or_warn(path, write):
         write_atomic(path, write)
         return True
     except (OSError, RuntimeError) as e:
-        if isinstance(e.__context__, OSError):
+        if isinstance(e, RuntimeError) and isinstance(e.__context__, OSError):
             e = e.__context__  # torch.save turns a full disk into a RuntimeError that does not name it
         warn(f"warning: could not write {path} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]}); "
              f"{'the one before it stays' if os.path.exists(path) else 'free some space'}")
