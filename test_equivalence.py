@@ -1559,15 +1559,22 @@ def test_train_settings_are_the_papers():
 
     keys = "batch_tokens lr n_head betas weight_decay decay grad_clip schedule eval_windows eval_tokens max_minutes seed"
     for size, *own in (("tiny", 2**18, 6e-4, 12), ("small", 2**18, 3e-4, 16), ("base", 2**19, 2.5e-4, 16), ("large", 2**20, 2e-4, 16),
-                       ("medium_v1", 2**20, 2e-4, 16), ("xl_v1", 2**20, 2e-4, 20), ("xxl_v1", 2**20, 2e-4, 24)):
+                       ("medium_v1", 2**20, 2e-4, 16), ("large_v1", 2**20, 2e-4, 20), ("xl_v1", 2**20, 2e-4, 20),
+                       ("xxl_v1", 2**20, 2e-4, 24)):
         assert settled(train_gpt, keys, size=size) == own + [(0.9, 0.95), 0.1, "matrices", 1.0, "cosine", "spread", 2**20, 0.0, 1337]
-    keys = "max_steps batch_tokens eval_tokens eval_interval seed grad_clip weight_decay dropout dataset init n_head"
+        assert own[0] % (8 * 1024 * settled(train_gpt, "micro_batch", size=size)[0]) == 0  # 8 GPUs take it as it is
+    keys = "max_steps batch_tokens eval_tokens eval_interval seed grad_clip weight_decay dropout dataset init n_head dtype"
     for size, n_head in (("gpt2_book", 12), ("dva_book", 1)):  # 5 epochs of 1,512 steps of 2 windows of 256, evaluated on 5 such steps
-        wanted = [5 * 1512, 2 * 256, 5 * 2 * 256, 100, 123, 0.0, 0.1, 0.1, "warandpeace", "torch", n_head]
+        wanted = [5 * 1512, 2 * 256, 5 * 2 * 256, 100, 123, 0.0, 0.1, 0.1, "warandpeace", "torch", n_head, "float32"]
         assert settled(train_gpt, keys, size=size) == wanted
-    assert settled(train_gpt, "batch_tokens lr min_lr warmup_steps max_steps", size="nano") == [2048, 1e-3, 5e-5, 50, 1000]  # ours
-    keys = "attn_layers optimizer lr warmup_steps weight_decay grad_clip epochs schedule batch bptt mem_len dropout max_minutes"
-    assert settled(train_shaq, keys, preset="attn2") == [(2,), "lamb", 2e-3, 800, 1.2e-6, 0.25, 32, "constant", 16, 1024, 5000, 0.1, 0.0]
+    keys = "batch_tokens lr min_lr warmup_steps max_steps eval_interval eval_tokens"
+    assert settled(train_gpt, keys, size="nano") == [2048, 1e-3, 5e-5, 50, 1000, 250, 2**16]  # ours
+    keys = "attn_layers optimizer lr warmup_steps weight_decay grad_clip epochs schedule batch bptt mem_len dropout max_minutes seed"
+    wanted = [(2,), "lamb", 2e-3, 800, 1.2e-6, 0.25, 32, "constant", 16, 1024, 5000, 0.1, 0.0, 1337]
+    assert settled(train_shaq, keys, preset="attn2") == wanted
+    keys = "lr warmup_steps max_steps schedule batch bptt mem_len dropout eval_interval eval_tokens"
+    laptop = train_shaq.settle({}, {}, SimpleNamespace(device=torch.device("cpu")))[0]
+    assert [laptop[k] for k in keys.split()] == [8e-3, 50, 1000, "cosine", 16, 128, 512, 0.0, 250, 2**17]  # ours
 
 
 def test_train_flags_reach_the_model_the_optimiser_and_the_data(train, tmp_path, monkeypatch):
