@@ -691,6 +691,7 @@ def test_gpt_every_variant_starts_at_ln_vocabulary_and_learns_in_every_parameter
         m = GPT(GPTConfig(**config))
         loss = m(idx[:, :-1], idx[:, 1:])
         assert abs(loss.item() - math.log(97)) < 0.1, (loss.item(), config)
+        assert {part.eps for part in m.modules() if isinstance(part, (nn.LayerNorm, nn.RMSNorm))} == {1e-5}
         loss.backward()
         still = [n for n, p in m.named_parameters() if p.grad is None or not p.grad.isfinite().all() or not p.grad.abs().sum() > 0]
         assert not still, (still, config)
@@ -2488,6 +2489,7 @@ def test_shaq_starts_as_published_and_every_parameter_gets_a_gradient(preset):
         elif ".rnn.weight" not in name and ".rnn.bias" not in name and p.dim() == 1:        # all but the LSTM's
             assert torch.equal(p, torch.zeros_like(p)), name
     wide = SHAQ(SHAQConfig(vocab_size=205, n_embd=96, **SHAQ_PRESETS[preset]))
+    assert {m.eps for m in wide.modules() if isinstance(m, nn.LayerNorm)} == {1e-12}  # the embedding's variance is 1e-5 at d = 1024
     for name, p in wide.named_parameters():
         if ".rnn." in name and wide.config.rnn == "lstm":
             assert 0.95 < p.abs().max() * 96 ** 0.5 <= 1 and abs(p.std() * (3 * 96) ** 0.5 - 1) < 0.1, name     # PyTorch's: uniform
