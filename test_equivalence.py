@@ -679,6 +679,7 @@ def test_gpt_parameter_counts_are_the_papers(size):
 def test_gpt_dva_paper_and_nano_counts():
     assert params(**SIZES["gpt2_book"]) == 162_419_712 and params(**SIZES["dva_book"]) == 112_800_768
     assert (GPTConfig.block_size, GPTConfig.vocab_size, GPTConfig.dropout) == (1024, 50304, 0.0)  # of which SIZES says nothing
+    assert {name: getattr(GPTConfig, name) for name in SIZES["tiny"]} == SIZES["tiny"]  # what a bare GPTConfig() makes
     assert all(1e6 <= params(**SIZES["nano"], vocab_size=256, attn_out=out) <= 4e6 for out in CHOICES["attn_out"])
 
 
@@ -917,6 +918,9 @@ def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
         args = [(n, temperature, top_k, torch.Generator().manual_seed(7), use_cache) for use_cache in (True, False)]
         cached, uncached = (m.generate(idx, *a) for a in args)
         assert torch.equal(cached, uncached) and cached.shape == (3, 5 + n) and torch.equal(cached[:, :5], idx)
+    with unittest.mock.patch.object(m, "new_cache", wraps=m.new_cache) as made:
+        m.generate(idx, 1)
+    assert made.called  # unless told otherwise
     full = torch.randint(0, 97, (3, 16))  # all of it counts for the first token, then the last half of the window
     y = m.generate(full, 2, 0)
     assert torch.equal(y[:, 16], m(full)[:, -1].argmax(-1)) and torch.equal(y[:, 17], m(y[:, 9:17])[:, -1].argmax(-1))
@@ -1031,6 +1035,7 @@ def test_gpt_evaluation_does_none_of_the_work_of_gradients():
 
 
 def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
+    assert model_py.HEAD_LOGITS <= 2**26  # 256 MB in fp32
     for rows, left_out in ((10, 0), (4, 0), (3, 0), (10, 4), (3, 5)):
         monkeypatch.setattr(model_py, "HEAD_LOGITS", 7 * rows)
         x, w, y = randn(10, 6, grad=True), randn(7, 6, grad=True), torch.randint(0, 7, (10,))
@@ -2290,7 +2295,8 @@ def test_shaq_parameter_counts_are_the_papers(preset):
     assert list(SHAQ_COUNTS) == list(SHAQ_PRESETS)
     attends = dict(attn1=1, attn2=2, attn4=4, layers2=2, layers2_heads2=2).get(preset, 3)  # what no count tells
     assert (config.attn_layers, config.n_head) == ((attends,), 2 if "heads2" in preset else 1)
-    assert (config.memory, config.mean_window, config.dropout) == ("mean" if preset == "mean_mem" else "full", 1024, 0.1)
+    assert (config.memory, config.mem_len) == ("mean" if preset == "mean_mem" else "full", 5000)
+    assert (config.mean_window, config.dropout) == (1024, 0.1)
     with torch.device("meta"):
         model = SHAQ(config)
     total, parts = sum(p.numel() for p in model.parameters()), model.param_breakdown()
