@@ -697,6 +697,7 @@ def test_gpt_every_variant_starts_at_ln_vocabulary_and_learns_in_every_parameter
         still = [n for n, p in m.named_parameters() if p.grad is None or not p.grad.isfinite().all() or not p.grad.abs().sum() > 0]
         assert not still, (still, config)
         assert all(bias or not n.endswith(".bias") for n, _ in m.named_parameters())
+        assert m.state_dict().keys() == dict(m.named_parameters(remove_duplicate=False)).keys()  # rope's angles are in no checkpoint
         groups = param_groups(m, 0.1)
         ids = [id(p) for g in groups for p in g["params"]]
         assert len(ids) == len(set(ids)) and set(ids) == {id(p) for p in m.parameters()}
@@ -919,8 +920,8 @@ def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
         cached, uncached = (m.generate(idx, *a) for a in args)
         assert torch.equal(cached, uncached) and cached.shape == (3, 5 + n) and torch.equal(cached[:, :5], idx)
     with unittest.mock.patch.object(m, "new_cache", wraps=m.new_cache) as made:
-        m.generate(idx, 1)
-    assert made.called  # unless told otherwise
+        y = m.generate(idx, 9)
+    assert made.called and torch.equal(y, m.generate(idx, 9, 1.0, None, torch.Generator().manual_seed(1337)))  # unless told otherwise
     full = torch.randint(0, 97, (3, 16))  # all of it counts for the first token, then the last half of the window
     y = m.generate(full, 2, 0)
     assert torch.equal(y[:, 16], m(full)[:, -1].argmax(-1)) and torch.equal(y[:, 17], m(y[:, 9:17])[:, -1].argmax(-1))
@@ -1185,6 +1186,9 @@ def test_gpt_residual_stream_starts_as_with_the_dense_layer(out):
         for i, block in enumerate(m.h):
             block.attn.register_forward_hook(lambda module, args, y, i=i: sizes.setdefault(i, []).append(y.std().item()))
         m(idx)
+        for name, p in m.named_parameters():  # GPT-2's: normal(0, 0.02), what ends each of the 2 x 3 branches smaller by their root
+            std = 0.02 * (6 ** -0.5 if name.endswith("c_proj.weight") else 1)
+            assert p.dim() < 2 or abs(p.std() / std - 1) < 0.05 and p.abs().max() / std > 3, name
     assert all(abs(b / a - 1) < 0.1 for a, b in sizes.values()), sizes
 
 
@@ -2572,6 +2576,9 @@ def test_shaq_generate_in_a_ring_is_position_by_position(preset, memory, mem_len
                 logits, ordinary = model(out[:, i:i + 1], state=ordinary)
     torch.testing.assert_close(state, ordinary, rtol=1e-4, atol=1e-5)  # memories in their order again
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors(state))
+    early, first = model.generate(prompt, 2, temperature=0)  # with memory=mean of 7: in the first window there is no W to see
+    ordinary_first = detach_state(model(early[:, 5:6], state=model(prompt)[1])[1])
+    torch.testing.assert_close(first, ordinary_first, rtol=1e-4, atol=1e-5)
     assert torch.equal(model.generate(prompt, 3, top_k=0)[0], model.generate(prompt, 3)[0])
     assert torch.equal(model.generate(out[:, -1:], 3, 0, state=state)[0], model.generate(out[:, -1:], 3, 0, state=ordinary)[0])
 
