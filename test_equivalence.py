@@ -355,6 +355,7 @@ def test_hadamard_operators_pass_opcheck():
     torch.library.opcheck(kernels._hadamard, (x, alpha, beta, None, 0.2, 1, False))
     torch.library.opcheck(kernels._hadamard, (x, None, None, pre, 1.0, 12, True))
     torch.library.opcheck(kernels._hadamard_grads, (x, dy, 0.2, 2, False))
+    torch.library.opcheck(kernels._hadamard_grads, (x.detach().bfloat16(), dy.detach().bfloat16(), 0.2, 2, False))
     for dtype in (torch.float32, torch.bfloat16):  # without derivatives of its own: where those are wanted, _backward takes the first two
         torch.library.opcheck(kernels._hadamard_backward, (x.detach().to(dtype), dy.detach().to(dtype), alpha.detach(), 0.2, 2, False))
 
@@ -2819,6 +2820,8 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, capsys)
     assert not (tmp_path / "o/best.pt").exists()  # the best so far is known from the checkpoint
     out = f"--out_dir={tmp_path / 'p'}"
     fails(capsys, lambda: train_shaq_here("--resume", "--max_steps=13", "--eval_tokens=300", out), "eval_tokens")  # would not compare
+    train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out)
+    assert "test, best checkpoint:" in capsys.readouterr().out  # which is from before
     torch.save(best | dict(best=best["best"] + 1), tmp_path / "p/best.pt")  # the disk was full when the best was found
     train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out)
     assert "test, last step:" in capsys.readouterr().out
@@ -3700,6 +3703,12 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
     assert len(d.meta["sha256"]) == 3
     pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"])
     assert np.array_equal(pd.load_dataset("fineweb10B", f"{data}1").train[:], tokens["train_000001"])  # one, where nothing is typed
+    os.makedirs(f"{data}2/fineweb10B")
+    body = (shards / "fineweb_val_000000.bin").read_bytes()
+    Path(f"{data}2/fineweb10B/fineweb_val_000000.bin.part").write_bytes(body[:100])
+    with server(body) as (url, seen):
+        pd.main(["fineweb10B", f"--url={url}", f"--data_dir={data}2"])
+    assert seen == [None, "bytes=100-"]  # a shard goes on from its part, too
     bad = shards / "fineweb_train_000002.bin"
     os.remove(f"{data}/fineweb10B/{bad.name}")
     fails(capsys, lambda: pd.load_dataset("fineweb10B", data), "does not exist", "python prepare_data.py fineweb10B")
