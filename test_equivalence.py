@@ -2113,6 +2113,50 @@ def test_fopool_triton_equals_torch(B, T, H, act, dtype, tol):
             assert x.dtype == r.dtype and (x - r).abs().max() <= tol * r.abs().max()
 
 
+@pytest.fixture
+def inside(monkeypatch):
+    "Interpreted kernels read and write in their arguments' memory alone. A missing mask need not show in any result; a GPU may stop at it."
+    if torch.cuda.is_available():  # compiled: there is nothing to look into
+        return
+    ends, run = [], interpreter.InterpretedFunction.run
+
+    def launch(self, *args, **kw):
+        memory = {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in args if torch.is_tensor(t)}
+        ends[:] = [end for at, n in sorted(memory) for end in (at, at + n)]
+        return run(self, *args, **kw)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", launch)
+    for name, i in (("create_masked_load", 0), ("create_masked_store", 1)):
+        def access(self, at, *rest, do=getattr(interpreter.InterpreterBuilder, name), i=i):
+            assert (np.searchsorted(ends, at.data[rest[i].data], "right") % 2 == 1).all(), "memory of no argument"
+            return do(self, at, *rest)
+        monkeypatch.setattr(interpreter.InterpreterBuilder, name, access)
+
+
+@needs_triton
+def test_fopool_triton_composes_many_segments(monkeypatch, inside):
+    """Chunks of 4, a segment each, the last of one step: more maps than _fo_compose loads in a round. f is near 1: a segment of the tests
+    above passes e^-48 of its state on, so what becomes of prod(f) does not show."""
+    plan = kernels._fo_plan
+
+    def short(z, f, o):
+        *banks, grid, _, settings = plan(z, f, o)
+        return *banks, (grid[0], -(-T // kernels.FO_CHUNK)), kernels.FO_CHUNK, settings | dict(SEGMENTED=True)
+
+    monkeypatch.setattr(kernels, "FO_CHUNK", 4)
+    monkeypatch.setattr(kernels, "_fo_plan", short)
+    B, T, H = 2, 4 * 9 + 1, 5
+    (z, f, o, c0), dh, dc = _fo_inputs(B, T, H, False, torch.float32)
+    f = 1 - f / 16
+    a, b = kernels._fo_forward_torch(z, f, o, c0, False), kernels._fo_forward_triton(z, f, o, c0, False)
+    grads = [], []
+    for name, edges, out in (("torch", a[2], grads[0]), ("triton", b[2], grads[1])):
+        out += [torch.full_like(x, math.nan) for x in (z, f, o)]
+        out.append(getattr(kernels, f"_fo_backward_{name}")(z, f, o, edges, dh, dc, *out, False))
+    for x, r in zip((*b, *grads[1]), (*a, *grads[0])):
+        assert (x - r).abs().max() <= 2e-6 * r.abs().max()
+
+
 @needs_triton
 def test_fopool_takes_any_strides():
     near = 3e-6 if torch.cuda.is_available() else 1e-6  # a GPU's exp and 1 / x are approximate
