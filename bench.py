@@ -181,14 +181,17 @@ def table(args, title, head, rows):
 
 
 def record(args, **fields):
-    "Append one object to the records; run tells the records of one command from those of the next"
+    """Append one object to the records; run tells the records of one command from those of the next. What is no finite number, as the loss of
+    a run that diverged, becomes null: JSON has neither nan nor inf"""
+    row = dict(what=args.what, run=args.run, hardware=args.hardware, git=args.git, **fields)
+    row = json.loads(json.dumps(row), parse_constant=lambda text: None)
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     try:
         with open(args.out, "ab+") as f:
             if f.tell():
                 f.seek(-1, os.SEEK_END)
                 f.write(b"" if f.read() == b"\n" else b"\n")  # a kill can have cut the last one short
-            f.write(json.dumps(dict(what=args.what, run=args.run, hardware=args.hardware, git=args.git, **fields)).encode() + b"\n")
+            f.write(json.dumps(row).encode() + b"\n")
     except OSError as e:
         e.filename = args.out  # a full disk does not say where
         raise
@@ -1377,6 +1380,8 @@ def records(folder, what, run_at):
             try:
                 row = json.loads(line)
                 row["run"]
+                if row.get("val_loss", 0) is None:  # that run diverged
+                    row["val_loss"] = math.inf
                 rows.append(row)
             except (ValueError, LookupError, TypeError):
                 print(f"note: {path}, line {i} is cut short, or no record; left out", file=sys.stderr)
