@@ -1211,8 +1211,8 @@ def bench_scaling(args):
                 curve, pace = t.run(f"run {sum(map(len, runs.values())) + 1} of {total}")
                 papers[out] = paper_quality("gpt", t)
                 runs[out].append(dict(
-                    size=size, variant=out, seed=seed, lr=t.s["lr"], params=t.params, tokens=t.steps * t.step_tokens,
-                    compute=t.flops * t.steps * t.step_tokens, val_loss=curve[-1][2], tokens_per_s=pace, dataset=data.name, curve=curve))
+                    size=size, variant=out, seed=seed, lr=t.s["lr"], params=t.params, tokens=curve[-1][0] * t.step_tokens,
+                    compute=curve[-1][3], val_loss=curve[-1][2], tokens_per_s=pace, dataset=data.name, curve=curve))
                 record(args, **runs[out][-1])
                 print(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {curve[-1][0]:,} of {t.steps:,} steps, "
                       f"{curve[-1][2]:.4f} nats per token", file=sys.stderr)

@@ -3961,6 +3961,7 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
     small = common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=256")
     argv = "scaling", "--sizes=1x8,1x16", "--tokens_per_param=1", small
     rows = bench_run(tmp_path, *argv, "--lr=0.5,8e-3")
+    assert all(r["tokens"] == 256 * r["curve"][-1][0] and r["compute"] == r["curve"][-1][3] for r in rows if "lr" in r)  # what was spent
     assert [r["val_loss"] is None for r in rows if "lr" in r] == [r["lr"] == 0.5 for r in rows if "lr" in r] == [1, 1, 0, 0] * 2
     read = [r for r in bench.records(tmp_path, "scaling", None) if "lr" in r]
     assert [r["lr"] for mine in bench.at_best_rate(read).values() for r in mine] == [8e-3] * 4  # read again, the diverged are the worst
@@ -4236,7 +4237,7 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
             assert self.min_lr == (lr / 10 if lr != 1e-3 else 5e-5)  # 1e-3: by nano's recipe
             apart = (1 if self.seed == 5 else -1) * c.n_embd / 1000  # of the two seeds; none in their mean
             worse = self.seed == 6 and lr != best.get((c.attn_out, c.n_embd), 8e-3)  # one seed alone shows it
-            return [[0, 0, compute ** (-0.1 if c.attn_out == "dense" else -0.2) * (1 + apart + worse)]], 1.0
+            return [[self.steps, 0, compute ** (-0.1 if c.attn_out == "dense" else -0.2) * (1 + apart + worse), compute]], 1.0
 
     monkeypatch.setattr(bench, "Trainer", Run)
     monkeypatch.setattr(bench, "fresh_compiler", lambda: made.append("fresh"))
