@@ -4161,6 +4161,9 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
                                         dict(size="dva_book", attn="dva_outer") | dva] and {a[2:] for a in made} == {(50257, False)}
         assert [(r["mfu"], r["params"], r["compiled"]) for r in rows] == [(pytest.approx(0.315 / (1.5 + i)), 1000, False) for i in range(3)]
     assert "**Training steps, eager;" in capsys.readouterr().out
+    made.clear()
+    bench_run(tmp_path, "train", "--models=shaq", "--presets=qrnn", "--rounds=2", "--set=batch=8,bptt=64", "--shaq_set=lr=1")
+    assert [a[:2] for a in made] == [("shaq", dict(preset="qrnn", batch=8, bptt=64, lr=1))]  # of SHAQ alone both are SHAQ's
 
 
 @needs_triton
