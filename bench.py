@@ -1345,14 +1345,15 @@ def bench_eval(args):
     except OSError as e:
         die(f"lm_eval could not load its data ({str(e).splitlines()[0]}): "
             "download it once where there is a network, or give --include_path")
-    except ValueError as e:  # one task named twice, or data of which it finds no copy
-        die(f"lm_eval: {e}")
+    except ValueError as e:  # of lm_eval, as a rule: one task named twice, or data of which it finds no copy
+        die(f"eval: {e}")
     c, size, rows = ckpt["config"], ckpt.get("settings", {}).get("size"), []
     papers = ZERO_SHOT.get(size, {}) if c["attn"] == "mha" and c["attn_out"] in OUTS[:2] else {}
     scores = {task: {key: v for key, v in sorted(values.items()) if isinstance(v, float) and "stderr" not in key}
               for task, values in (found["results"] | found.get("groups", {})).items()}
-    # a tag, or a group that asks for no mean, has no score of its own: then those of all its tasks
-    for task in args.tasks if all(scores.get(task) for task in args.tasks) else scores:
+    # a tag, or a group that asks for no mean, has no score of its own: then those of its tasks; a group that has one stands for its own
+    below = {t for group, children in found.get("group_subtasks", {}).items() if scores.get(group) for t in children}
+    for task in args.tasks if all(scores.get(t) for t in args.tasks) else [t for t in scores if t in args.tasks or t not in below]:
         for key, value in scores[task].items():
             metric = key.removesuffix(",none")
             paper = papers[task][OUTS.index(c["attn_out"])] if task in papers and metric.startswith("acc") else None

@@ -4217,11 +4217,15 @@ def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monke
     # a tag, or a group without a mean: the scores of its tasks
     found = dict(results={"a": {"acc,none": 0.25}, "b": {"acc,none": 0.5, "alias": "b"}, "blimp": {"alias": "blimp"}})
     assert [(r["task"], r["value"]) for r in bench_run(tmp_path, *argv)] == [("a", 0.25), ("b", 0.5)]
+    # of a group with a mean, beside one without, not
+    found["results"] |= {"piqa": {"acc,none": 0.75}, "c": {"acc,none": 0.5}, "d": {"acc,none": 1.0}}
+    found["group_subtasks"] = dict(blimp=["a", "b"], piqa=["c", "d"])
+    assert [(r["task"], r["value"]) for r in bench_run(tmp_path, *argv)] == [("a", 0.25), ("b", 0.5), ("piqa", 0.75)]
 
     def refuses(lm, **kw):
         raise ValueError("Duplicate task 'piqa'")
     monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", refuses)
-    fails(capsys, lambda: bench.main([*argv, "--device=cpu"]), "error: lm_eval: Duplicate task 'piqa'")
+    fails(capsys, lambda: bench.main([*argv, "--device=cpu"]), "error: eval: Duplicate task 'piqa'")
 
 
 def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, capsys, monkeypatch):
@@ -4481,7 +4485,7 @@ def test_bench_eval_of_a_local_task(tmp_path, capsys):
     for task in ("alphabet", "texts"):
         row, = bench_run(tmp_path, argv[0], argv[1], f"--tasks={task}", argv[3])
         assert (row["task"], row["value"]) == ("letters", pytest.approx(sum(right) / 20))
-    fails(capsys, lambda: bench.main([*argv[:2], "--tasks=letters,texts", *argv[3:]]), "error: lm_eval: Duplicate")
+    fails(capsys, lambda: bench.main([*argv[:2], "--tasks=letters,texts", *argv[3:]]), "error: eval: Duplicate")
 
 
 def test_bench_reads_training_logs(tmp_path):
