@@ -235,6 +235,11 @@ def signed(value, form="{:+.2f}"):
     return None if value is None else form.format(value)
 
 
+def nats(bytes_per_token):
+    "A loss's unit"
+    return f"nats per {'byte' if bytes_per_token == 1 else 'token'}"
+
+
 def with_error(value, error, form="+.4f"):
     return f"{value:{form}}" + ("" if error is None else f" ± {error:{form[1:]}}")
 
@@ -583,7 +588,8 @@ def bench_compare(args):
                 tokens_per_s=tokens_per_s, peak_mib=t.peak.mib(), compiled=args.compile, dataset=data.name,
                 bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), paper=paper_quality(kind, t), curve=curve))
             record(args, **runs[i][-1])
-            print(f"seed {seed}  {texts[i] or 'default'}: {loss:.4f} nats per token, {tokens_per_s:,.0f} tokens/s", file=sys.stderr)
+            print(f"seed {seed}  {texts[i] or 'default'}: {loss:.4f} {nats(data.bytes_per_token)}, {tokens_per_s:,.0f} tokens/s",
+                  file=sys.stderr)
             del t
     rows = []
     for i, mine in enumerate(runs):
@@ -1215,10 +1221,11 @@ def bench_scaling(args):
                 papers[out] = paper_quality("gpt", t)
                 runs[out].append(dict(
                     size=size, variant=out, seed=seed, lr=t.s["lr"], params=t.params, tokens=curve[-1][0] * t.step_tokens,
-                    compute=curve[-1][3], val_loss=curve[-1][2], tokens_per_s=pace, dataset=data.name, curve=curve))
+                    compute=curve[-1][3], val_loss=curve[-1][2], tokens_per_s=pace, dataset=data.name,
+                    bytes_per_token=data.bytes_per_token, curve=curve))
                 record(args, **runs[out][-1])
                 print(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {curve[-1][0]:,} of {t.steps:,} steps, "
-                      f"{curve[-1][2]:.4f} nats per token", file=sys.stderr)
+                      f"{curve[-1][2]:.4f} {nats(data.bytes_per_token)}", file=sys.stderr)
         for out in args.variants:
             mine, others = at_best_rate(runs[out])[size], at_best_rate(runs[base])[size]
             best, loss = mine[0]["lr"], [r["val_loss"] for r in mine]
@@ -1233,8 +1240,8 @@ def bench_scaling(args):
                          None if out == base else with_error(*paired(loss, [r["val_loss"] for r in others]))))
     table(args, f"Runs of equal FLOPs, {args.tokens_per_param:g} tokens per parameter of {base}, {data.name}, "
           f"{args.seeds} seed{'s' * (args.seeds > 1)}",
-          ["size", "variant", "FLOPs", "best learning rate", "paper's perplexity", "perplexity", "difference", "loss, nats per token",
-           f"against {base}"], rows)
+          ["size", "variant", "FLOPs", "best learning rate", "paper's perplexity", "perplexity", "difference",
+           f"loss, {nats(data.bytes_per_token)}", f"against {base}"], rows)
     rows, slopes = [], {}
     for out in args.variants:
         best = at_best_rate(runs[out])
@@ -1368,7 +1375,8 @@ def bench_eval(args):
 # -----------------------------------------------------------------------------
 # plot: figures from the records
 
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442"]  # Okabe and Ito's, for all eyes
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255"]  # Okabe and Ito's, for all eyes, and
+# one of Tol's in place of their yellow, which is faint on white
 MARKS = "osD^vPX*"
 LINES, FILL = ("-", "--", ":"), ("full", "left", "none")  # of the first eight, the next, and the rest
 
@@ -1497,7 +1505,7 @@ def plot_compare(plt, rows):
             d, e = paired([r["val_loss"] for r in mine], [base[r["seed"]] for r in mine])
             axes[3].errorbar(d, len(variants) - i, xerr=e, color=COLORS[i % 8], marker=MARKS[i % 8], fillstyle=FILL[i // 8 % 3], capsize=4)
     for ax, label in zip(axes, ("steps", "FLOPs", "seconds at the median pace")):
-        ax.set(xlabel=label, ylabel="validation loss, nats per token")
+        ax.set(xlabel=label, ylabel=f"validation loss, {nats(rows[0].get('bytes_per_token'))}")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     axes[3].axvline(0, color=COLORS[0])
     axes[3].set(xlabel=f"final loss minus that of {variants[0]}, nats\n(mean and standard error over seeds)",
@@ -1534,8 +1542,9 @@ def plot_scaling(plt, rows):
                 s, _, a = slope(x, y)
                 ax.loglog(x, y, color=COLORS[i], marker=MARKS[i], mfc=fill, ls="", label=f"{out}, loss ~ FLOPs^{s:.3f}")
                 ax.loglog(x, np.exp(s * np.log(x) + a), color=COLORS[i], lw=1)
-    for ax, title, flops in zip(axes, (f"measured, {rows[0]['dataset']}", "paper"), ("FLOPs", "FLOPs (6 N D)")):
-        ax.set(xlabel=flops, ylabel="validation loss, nats per token", title=title)
+    for ax, title, flops, b in ((axes[0], f"measured, {rows[0]['dataset']}", "FLOPs", rows[0].get("bytes_per_token")),
+                                (axes[1], "paper", "FLOPs (6 N D)", None)):
+        ax.set(xlabel=flops, ylabel=f"validation loss, {nats(b)}", title=title)
         ax.yaxis.set_major_formatter("{x:.2f}")
         ax.yaxis.set_minor_formatter("{x:.2f}")
         ax.xaxis.set_minor_formatter("")

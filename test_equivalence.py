@@ -4257,7 +4257,7 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
     assert [s[v]["exponent"] for v in ("dense", "identity")] == pytest.approx([-0.1, -0.2])
     runs = [r for r in rows if "val_loss" in r]
     assert {(r["seed"], r["variant"], r["lr"]) for r in runs} == set(itertools.product((5, 6), s, (8e-3, 16e-3, 32e-3))) and len(runs) == 48
-    assert all(r["dataset"] == "words" for r in runs)
+    assert all(r["dataset"] == "words" and r["bytes_per_token"] == 1 for r in runs)
     runs = [r for r in runs if r["lr"] == best.get((r["variant"], int(r["size"][2:])), 8e-3)]
     points = {(v, k): [(r["compute"], r["val_loss"]) for r in runs if (r["variant"], r["seed"]) == (v, k)] for v in s for k in (5, 6)}
     slopes = {key: np.polyfit(*np.log(xy).T, 1)[0] for key, xy in points.items()}
@@ -4273,6 +4273,7 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
     assert (f"| 1x8 | dense | {d[0]['compute']:.3g} | 0.032 | – | {math.exp(mean):.2f} | – | {mean:.4f} | "
             f"{(x + y) / 2:+.4f} ± {abs(x - y) / 2:.4f} |" in printed)
     assert "10 tokens per parameter of identity, words, 2 seeds**" in printed and printed.count("| against identity") == 2
+    assert "| loss, nats per byte |" in printed and err.count(" nats per byte\n") == 48
     assert "note: 1x32 reads words's 43,199 tokens" in err and "note: 1x8 reads" not in err
     assert "1x8 dense is best at lr 0.032, at an end" in err and "1x8 identity is best at lr 0.008, at an end" in err
     assert "1x16 identity is best" not in err
@@ -4522,6 +4523,9 @@ def test_bench_plot_draws_what_the_records_say():
     assert (x, y) == (4.0, 6.0)  # two steps of 10 tokens at 5 a second; the mean
     assert [ax.lines[0].get_xydata().tolist() for ax in fig.axes[:2]] == [[[2, 6]], [[7, 6]]]
     assert [ax.get_xlabel() for ax in fig.axes[:3]] == ["steps", "FLOPs", "seconds at the median pace"]
+    assert fig.axes[0].get_ylabel() == "validation loss, nats per token"
+    (_, fig), = bench.plot_compare(plt, [r | dict(bytes_per_token=1.0) for r in rows])
+    assert fig.axes[0].get_ylabel() == "validation loss, nats per byte"
     band = fig.axes[0].collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == pytest.approx((6 - 2 / 3 ** 0.5, 6 + 2 / 3 ** 0.5))  # and its standard error
     (d, _), = fig.axes[3].lines[0].get_xydata()
@@ -4541,13 +4545,16 @@ def test_bench_plot_draws_what_the_records_say():
     assert [(len(line.get_xdata()), line.get_label()) for line in fig.axes[0].lines] == [(3, "a"), (3, "b")]
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[1 / 60, 4], [1 / 60, 6], [1 / 60, 8]]  # minutes
     assert [line.get_xydata().tolist() for line in fig.axes[1].lines] == [[[0.92 * 32, 1.126]]]
-    runs = [dict(variant="dense", size=str(c), lr=lr, compute=c, val_loss=v, dataset="x")
+    runs = [dict(variant="dense", size=str(c), lr=lr, compute=c, val_loss=v, dataset="x", bytes_per_token=1.0)
             for c, lr, v in ((1, 0.1, 4), (1, 0.1, 6), (1, 0.2, 3), (1, 0.2, 8), (9, 0.2, 2), (81, 0.1, 7))]
     (_, fig), = bench.plot_scaling(plt, runs)  # interrupted in the last size, whose better rate may be still to come
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[1, 5], [9, 2]] and not [*bench.plot_scaling(plt, runs[-1:])]
     (_, fig), = bench.plot_scaling(plt, [*runs[:-1], dict(variant="dense", exponent=-0.4)])
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[1, 5], [9, 2]]  # at the better rate of each size
     assert fig.axes[0].lines[0].get_label() == f"dense, loss ~ FLOPs^{math.log(2 / 5, 9):.3f}"
+    assert [ax.get_ylabel() for ax in fig.axes] == ["validation loss, nats per byte", "validation loss, nats per token"]
+    light = [[0.2126, 0.7152, 0.0722] @ np.array([int(c[i:i + 2], 16) / 255 for i in (1, 3, 5)]) ** 2.2 for c in bench.COLORS]
+    assert len(set(bench.COLORS)) == 8 and all(1.05 / (v + 0.05) > 2 for v in light)  # contrast with white paper: yellow's is 1.3
     assert fig.axes[1].lines[0].get_xydata().tolist() == [[c, math.log(p)] for c, p, _ in bench.PERPLEXITY.values()]
     (_, fig), = bench.plot_heatmap(plt, [dict(size="nano", compiled=False, batch=b, T=t, variant=o, gain=b / t)
                                          for b, t, o in itertools.product((1, 2), (4, 8), bench.OUTS)])
