@@ -607,6 +607,7 @@ def _on_triton(x, n_head, heads_only):
 def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | None, pre: torch.Tensor | None, scale: float,
               n_head: int, heads_only: bool) -> torch.Tensor:
     "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta beside alpha only"
+    assert alpha is not None or beta is None, "beta without alpha"
     _check_orders(x.shape[1], n_head, heads_only)
     run = _transform_triton if _on_triton(x, n_head, heads_only) else _transform_torch
     return run(x, alpha, beta, pre, scale, n_head, heads_only)

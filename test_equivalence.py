@@ -354,6 +354,7 @@ def test_hadamard_operators_pass_opcheck():
     alpha, beta, pre = (torch.randn(24, requires_grad=True) for _ in range(3))
     torch.library.opcheck(kernels._hadamard, (x, alpha, beta, None, 0.2, 1, False))
     torch.library.opcheck(kernels._hadamard, (x, None, None, pre, 1.0, 12, True))
+    refuses(lambda: kernels._hadamard(x, None, beta, None, 0.2, 1, False), "beta without alpha", kind=AssertionError)  # was left out
     torch.library.opcheck(kernels._hadamard_grads, (x, dy, 0.2, 2, False))
     torch.library.opcheck(kernels._hadamard_grads, (x.detach().bfloat16(), dy.detach().bfloat16(), 0.2, 2, False))
     for dtype in (torch.float32, torch.bfloat16):  # without derivatives of its own: where those are wanted, _backward takes the first two
