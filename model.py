@@ -292,7 +292,8 @@ class Attention(nn.Module):
             self.alpha = nn.Parameter(torch.empty(d))
             self.beta = nn.Parameter(torch.empty(d))
             self.order = hadamard_heads(config) if self.attn_out == "hadamard" else config.n_head  # h of H_d = H_h (x) H_(d / h)
-            self.one_pass = "hadamard" in self.attn_out and hadamard_norm_is_fused(d, self.order, self.attn_out == "head_hadamard")
+            heads_only = self.attn_out == "head_hadamard"
+            self.one_pass = (heads_only or self.attn_out == "hadamard") and hadamard_norm_is_fused(d, self.order, heads_only)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, table=None, cache=None, at=None, mask=None, residual=None, norm=None):

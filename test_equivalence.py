@@ -1137,7 +1137,7 @@ class Cuda(torch.Tensor):
 
 
 @pytest.mark.parametrize("config", [dict(), dict(norm="rmsnorm"), dict(bias=False, attn_out="head_hadamard")])
-def test_gpt_block_in_one_pass_is_the_block_in_two(config):
+def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
     "Mix, scale, bias, residual and the next norm: on a GPU one operator, logits and all gradients as without it"
     m, idx, results = make(double=True, **dict(attn_out="hadamard") | config), torch.randint(0, 97, (2, 9)), []
     for block in m.h:
@@ -1156,6 +1156,8 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config):
         block.attn.one_pass = True
     with unittest.mock.patch.object(model_py, "hadamard_affine_norm", None):
         m(idx.as_subclass(Cuda))
+    monkeypatch.setitem(CHOICES, "attn_out", ["signed_hadamard"])  # one to come has its formula in the two steps alone
+    assert not any(block.attn.one_pass for block in make(attn_out="signed_hadamard").h)
 
 
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn="dva", n_head=1, mlp="none"), dict(attn="dva_outer", n_head=1),
