@@ -1078,10 +1078,13 @@ class SHAQ(nn.Module):
 
         state=None starts a stream. The returned one (a list with a tuple for each block, tensors inside) continues it,
         and torch.save and torch.load(weights_only=True) take it as it is. Between training windows pass it through
-        detach_state(). Raises ValueError on an empty window and on a state of another batch size or depth.
+        detach_state(). Raises ValueError on an empty window, targets of another shape and a state of another batch size or
+        depth.
         """
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
+        if targets is not None and targets.shape != idx.shape:
+            raise ValueError(f"targets have shape {tuple(targets.shape)}: expected that of idx, {tuple(idx.shape)}")
         if state is None:
             state = [None] * len(self.blocks)
         B = [s[0][1].size(0) for s in state if s]                       # c: (B, d)

@@ -2694,6 +2694,7 @@ def test_shaq_impossible_settings_and_states_are_one_line():
         refuses(lambda: model(idx, state=state), "3 streams")
         refuses(lambda: model(idx, state=[]), "0 blocks")
         refuses(lambda: model(idx[:, :0]), "at least 1")
+        refuses(lambda: model(idx, idx.T), "targets have shape (4, 2)", "(2, 4)")  # as many numbers: it gave a loss
         refuses(lambda: model.generate(idx, 2, temperature=-1), "temperature=-1")
     model.blocks[1].extra = torch.nn.Parameter(torch.randn(3))
     refuses(model.init_weights, "blocks.1.extra", kind=RuntimeError)
