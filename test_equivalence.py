@@ -1565,7 +1565,7 @@ def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path):
     assert log[-1]["val_loss"] == pytest.approx(wanted)
 
 
-def test_train_settings_are_the_papers():
+def test_train_settings_are_the_papers(monkeypatch):
     "What no typed flag changes: [1, table 2]'s, the book's [2] and SHA-RNN's [3], and nano's; a preset is taken"
     def settled(script, keys, **typed):
         s, c = script.settle(typed, {}, SimpleNamespace(device=torch.device("cuda")))
@@ -1589,6 +1589,8 @@ def test_train_settings_are_the_papers():
     keys = "lr warmup_steps max_steps schedule batch bptt mem_len dropout eval_interval eval_tokens"
     laptop = train_shaq.settle({}, {}, SimpleNamespace(device=torch.device("cpu")))[0]
     assert [laptop[k] for k in keys.split()] == [8e-3, 50, 1000, "cosine", 16, 128, 512, 0.0, 250, 2**17]  # ours
+    monkeypatch.setitem(SHAQ_PRESETS, "mine", dict(n_embd=48, mem_len=77, dropout=0.2))  # over the machine's defaults, under what is typed
+    assert settled(train_shaq, "n_embd mem_len dropout", preset="mine", dropout=0.3) == [48, 77, 0.3]
 
 
 def test_train_flags_reach_the_model_the_optimiser_and_the_data(train, tmp_path, monkeypatch):

@@ -93,14 +93,13 @@ FREE = {"data_dir", "out_dir", "eval_interval", "device", "dtype", "compile", "m
 
 
 def settle(typed, stored, m):
-    "What was typed over what the checkpoint holds over the defaults -> settings, model settings"
+    "What was typed over what the checkpoint holds over the preset over the defaults -> settings, model settings"
     unchanged(typed, stored, FREE)
     s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
              compile=m.device.type == "cuda" and triton is not None) | (PAPER if m.device.type == "cuda" else LAPTOP)
-    s |= stored | typed
-    model = {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s}
-    return s, SHAQ_PRESETS[s["preset"]] | model | dict(mean_window=s["bptt"])
+    s |= SHAQ_PRESETS[(s | stored | typed)["preset"]] | stored | typed
+    return s, {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s} | dict(mean_window=s["bptt"])
 
 
 def build(s, c, data, m):
