@@ -530,7 +530,7 @@ class Source:
     url: str = ""
     tokenizer: str = "byte"
     size: int = 0
-    digest: tuple = ()
+    digest: tuple = ("sha256", "")  # left out of a new entry, the error says what was found
     revised: bytes = b""  # of a text without fixed size and digest: what it must hold, which half of it, or a web page, lacks
     percent: tuple = (90,)  # where train ends and val starts, where val ends and test starts
 

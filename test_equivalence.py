@@ -3359,7 +3359,7 @@ def test_data_revised_source_is_never_spliced(corpus, monkeypatch, capsys):
     assert seen == [None] and "not the edition" in capsys.readouterr().err
 
 
-def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys):
+def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys, monkeypatch):
     text, packed, data = corpus
     flip = lambda b: b[:1000] + bytes([b[1000] ^ 1]) + b[1001:]
     for bad in (flip(packed), packed[:-1], flip(text), b"<html>no</html>"):
@@ -3377,6 +3377,9 @@ def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys):
     assert len(pd.load_dataset("enwik8", data).test) == 20_000
     own.write_bytes(text[:-1])  # what was prepared before does not stand in for a file that is named now
     fails(capsys, lambda: pd.main(["enwik8", f"--from_file={own}", f"--data_dir={data}"]), "is not enwik8")
+    monkeypatch.setitem(pd.DATASETS, "mine", pd.Source("http://x/mine.txt"))  # whoever adds one is told what to write there
+    fails(capsys, lambda: pd.main(["mine", f"--from_file={own}", f"--data_dir={data}"]), "399,999 bytes, sha256 ",
+          hashlib.sha256(text[:-1]).hexdigest())
 
 
 def test_data_no_network_names_the_ways_out(corpus, capsys):
