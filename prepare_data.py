@@ -503,6 +503,10 @@ def load_dataset(name, data_dir="data"):
     try:
         with open(path, "rb") as f:
             meta = json.load(f)
+        if meta["tokenizer"] != DATASETS.get(name, Source()).tokenizer and meta["tokenizer"] in VOCAB_SIZE:
+            hint += f" --tokenizer={meta['tokenizer']}"
+        if name == "fineweb10B":
+            hint += f" --shards={len(meta['files']['train'])}"
         splits = {s: Tokens([os.path.join(folder, n) for n in names], meta["vocab_size"], hint)
                   for s, names in meta["files"].items()}
         counts = {s: len(t) for s, t in splits.items()}

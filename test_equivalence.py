@@ -3295,6 +3295,12 @@ def test_data_pysource_is_prepared_on_demand_and_the_same_again(tmp_path, capsys
     assert os.stat(tmp_path / "pysource" / "train.bin").st_mtime_ns == before
     fails(capsys, lambda: pd.load_dataset("enwik8", str(tmp_path)), f"python prepare_data.py enwik8 --data_dir={tmp_path}")
     fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path)), "--input FILE... --name mine")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "fineweb10B").mkdir()
+    for name, train, words in (("mine", ["train.bin"], "--name mine --data_dir={} --tokenizer=gpt2\n"),
+                               ("fineweb10B", ["1.bin", "2.bin"], "prepare_data.py fineweb10B --data_dir={} --shards=2\n")):
+        (tmp_path / name / "meta.json").write_text(json.dumps(dict(tokenizer="gpt2", vocab_size=50257, files=dict(train=train))))
+        fails(capsys, lambda: pd.load_dataset(name, str(tmp_path)), f"{train[0]} does not exist", words.format(tmp_path))
 
 
 def test_data_pysource_is_the_standard_library_in_a_fixed_shuffled_order(tmp_path, monkeypatch):
