@@ -668,11 +668,11 @@ def write_bin(path, tokens, vocab_size):
 def write_meta(folder, **meta):
     """Write meta.json, last of all, and say what is there."""
     write_atomic(os.path.join(folder, "meta.json"), lambda f: f.write(json.dumps(meta, indent=1).encode() + b"\n"))
-    print(f"{folder}: {meta['source']}; {meta['tokenizer']} tokens; {meta['split']}")
+    report(f"{folder}: {meta['source']}; {meta['tokenizer']} tokens; {meta['split']}")
     for split, count in meta["tokens"].items():
-        print(f"  {split:5} {count:13,} tokens, {meta['bytes'][split] / 1e6:,.2f} MB of text")
+        report(f"  {split:5} {count:13,} tokens, {meta['bytes'][split] / 1e6:,.2f} MB of text")
     if meta["tokens"]["val"] <= 256:
-        print("note: one window of the default GPT takes 257 validation tokens; take more text, or train with a smaller --block_size")
+        report("note: one window of the default GPT takes 257 validation tokens; take more text, or train with a smaller --block_size")
 
 
 def prepare(folder, name, tokenizer, raw, source, sha256=None, percent=(90,), by_characters=False):
@@ -777,7 +777,7 @@ def main(argv=None):
                 raw = raw.replace(b"\r\n", b"\n")
             prepare(folder, name, tokenizer, raw, url, sha256, source.percent, by_characters=dataset == "warandpeace")
     place = "" if args.data_dir == "data" else f" --data_dir={quote(args.data_dir)}"
-    print(f"next: python train_gpt.py --dataset={name}{place}")
+    report(f"next: python train_gpt.py --dataset={name}{place}")
 
 
 if __name__ == "__main__":

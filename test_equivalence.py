@@ -3532,7 +3532,7 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys):
     fails(capsys, lambda: pd.die("two\n  lines"), "error: two lines")
 
 
-def test_data_a_run_outlives_its_terminal(capsys, monkeypatch):
+def test_data_a_run_outlives_its_terminal(tmp_path, capsys, monkeypatch):
     class Gone(io.StringIO):
         def write(self, text):
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -3540,6 +3540,9 @@ def test_data_a_run_outlives_its_terminal(capsys, monkeypatch):
     pd.report("lost")
     pd.report("lost, and nothing said")
     assert capsys.readouterr().err == "warning: stdout: Broken pipe; going on without it\n"
+    monkeypatch.setattr(sys, "stdout", Gone())
+    monkeypatch.setattr(pd, "pysource", lambda: (b"a text of twenty bytes", "a text"))
+    assert len(pd.load_dataset("pysource", str(tmp_path)).val) == 3  # a first run prepares its data
     monkeypatch.setattr(sys, "stdout", Gone())
     monkeypatch.setattr(sys, "stderr", Gone())  # 2>&1 | tee, which Ctrl-C ends too
     pd.report("lost")
