@@ -1923,7 +1923,8 @@ def test_train_resume_with_other_data_of_that_name_is_one_line(train, tmp_path):
 
 def test_train_folder_that_cannot_be_written_is_one_line(train, tmp_path):
     (tmp_path / "file").write_text("x")
-    one_line(train(f"--out_dir={tmp_path / 'file' / 'out'}"), "file/out", "Not a directory")
+    one_line(train(f"--out_dir={tmp_path / 'file' / 'out'}"), "file/out", "Not a directory", "choose another place")
+    one_line(train(f"--out_dir={tmp_path / 'file'}"), "file: ", "is no folder", "choose another place")
     one_line(train("--dataset=pysource", f"--data_dir={tmp_path / 'file' / 'data'}"), "file/data", "Not a directory")
 
 
