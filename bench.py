@@ -181,8 +181,8 @@ def table(args, title, head, rows):
 
 
 def record(args, **fields):
-    """Append one object to the records; run tells the records of one command from those of the next. What is no finite number, as the loss of
-    a run that diverged, becomes null: JSON has neither nan nor inf"""
+    """Append one object to the records; run tells the records of one command from those of the next. What is no finite number, as the loss
+    of a run that diverged, becomes null: JSON has neither nan nor inf"""
     row = dict(what=args.what, run=args.run, hardware=args.hardware, git=args.git, **fields)
     row = json.loads(json.dumps(row), parse_constant=lambda text: None)
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
