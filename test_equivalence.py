@@ -3302,6 +3302,8 @@ def test_data_pysource_is_prepared_on_demand_and_the_same_again(tmp_path, capsys
                                ("fineweb10B", ["1.bin", "2.bin"], "prepare_data.py fineweb10B --data_dir={} --shards=2\n")):
         (tmp_path / name / "meta.json").write_text(json.dumps(dict(tokenizer="gpt2", vocab_size=50257, files=dict(train=train))))
         fails(capsys, lambda: pd.load_dataset(name, str(tmp_path)), f"{train[0]} does not exist", words.format(tmp_path))
+    (tmp_path / "mine" / "meta.json").write_text('{"tokenizer": "other", "files": {}, "tokens": {}, "vocab_size": 7}')
+    fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path)), f"--name mine --data_dir={tmp_path}\n")  # no tokenizer to type
 
 
 def test_data_pysource_is_the_standard_library_in_a_fixed_shuffled_order(tmp_path, monkeypatch):
@@ -4181,7 +4183,7 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
         assert [(r["mfu"], r["params"], r["compiled"]) for r in rows] == [(pytest.approx(0.315 / (1.5 + i)), 1000, False) for i in range(3)]
     assert "**Training steps, eager;" in capsys.readouterr().out
     made.clear()
-    bench_run(tmp_path, "train", "--models=shaq", "--presets=qrnn", "--rounds=2", "--set=batch=8,bptt=64", "--shaq_set=lr=1")
+    bench_run(tmp_path, "train", "--models=shaq", "--presets=qrnn", "--rounds=2", "--set=batch=8,bptt=64,lr=2", "--shaq_set=lr=1")
     assert [a[:2] for a in made] == [("shaq", dict(preset="qrnn", batch=8, bptt=64, lr=1))]  # of SHAQ alone both are SHAQ's
 
 
@@ -4210,7 +4212,8 @@ def test_bench_code_compiles_what_its_flags_name(tmp_path, capsys, monkeypatch):
 def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monkeypatch):
     "Of a stand-in for lm_eval, which need not be installed: what it is asked, and its answers beside the paper's"
     asked = {}
-    tasks = type("TaskManager", (), dict(__init__=lambda self, include_path: asked.update(path=include_path), all_tasks=["piqa", "blimp"]))
+    tasks = type("TaskManager", (), dict(__init__=lambda self, include_path: asked.update(path=include_path),
+                                         all_tasks=["piqa", "blimp", "c"]))
     found = dict(results=dict(piqa={"alias": "piqa", "acc,none": 0.5, "acc_stderr,none": 0.1, "acc_norm,none": 0.653, "bits,none": 2.0},
                               blimp={"alias": "blimp"}),
                  groups=dict(blimp={"acc,none": 0.9}), **{"n-samples": dict(piqa=dict(original=100, effective=7))})
@@ -4240,6 +4243,7 @@ def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monke
     found["results"] |= {"piqa": {"acc,none": 0.75}, "c": {"acc,none": 0.5}, "d": {"acc,none": 1.0}}
     found["group_subtasks"] = dict(blimp=["a", "b"], piqa=["c", "d"])
     assert [(r["task"], r["value"]) for r in bench_run(tmp_path, *argv)] == [("a", 0.25), ("b", 0.5), ("piqa", 0.75)]
+    assert [r["task"] for r in bench_run(tmp_path, *argv[:2], "--tasks=piqa,blimp,c")] == ["a", "b", "piqa", "c"]  # but what is named
 
     def refuses(lm, **kw):
         raise ValueError("Duplicate task 'piqa'")
