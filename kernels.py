@@ -115,7 +115,7 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
 # -----------------------------------------------------------------------------
 # PyTorch path. H_d = A (x) B with A and B near sqrt(d): each row, seen as a matrix X of shape (a, b), becomes A X B, two small dense
 # products instead of log2(d) sweeps of slices. On two AVX-512 cores, 4096 rows of 1024 in fp32: 4.5 ms so, 20 ms by butterflies, 65 ms
-# dense. Rows go through in blocks (of 1 MB in fp32; each 16-bit product first packs its matrices, and wants 1024 rows), so that
+# dense. Rows go through in blocks (of 1 MB in fp32, of 1 MB a thread in 16 bits, where a call costs more beside its work), so that
 # everything between the first read and the last write stays in cache and no temporary of full size is ever paged in (a fresh 32 MiB
 # costs more than the whole transform).
 
@@ -142,8 +142,11 @@ def _blocks(x, n_head, heads_only):
     b = d // a
     r = max(N, 1)
     if x.device.type == "cpu":  # elsewhere a launch costs more than a cache miss
-        r = min(r, 1024 if x.element_size() < 4 else max(128, min(1024, 2 ** 18 // d)))
+        most = max(128, 2 ** 18 // d) if x.element_size() > 2 else max(256, 2 ** 19 * torch.get_num_threads() // d)
+        r = -(-r // -(-r // min(most, 1024)))  # blocks of one size, or the last could be a few rows
     t, u, A = x.new_empty(r, a, b), x.new_empty(r, a, b), A.expand(r, a, a)
+    if x.device.type == "cpu" and x.element_size() == 2:  # a 16-bit product would copy what is expanded, block by block
+        A = A.contiguous()
 
     def transform(block, out=None):
         n = len(block)
