@@ -159,7 +159,8 @@ def _blocks(x, n_head, heads_only):
     return r, transform
 
 
-def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
+def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, mixed=None):
+    "mixed, if given, keeps x @ H"
     r, transform = _blocks(x, n_head, heads_only)
     out = x.new_empty(x.shape)  # not empty_like, whose strides, of a transposed row, no view below need have
 
@@ -176,15 +177,15 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
         alpha = alpha * scale
     elif pre is not None and x.dtype != torch.float16:  # a pass less; fp16 would lose small gradients to its short range
         pre, scale = pre * scale, 1.0
-    for block, o in zip(x.split(r), out.split(r)):
+    for block, o, m in zip(x.split(r), out.split(r), (out if mixed is None else mixed).split(r)):
         w = o if wide is None else wide[:len(o)]
         if pre is not None:
             s = scaled[:len(o)]
             block = torch.mul(block, pre, out=s) if wide is None else s.copy_(w.copy_(block).mul_(pre))
-        transform(block, o)
+        m = transform(block, m)
         if alpha is not None:
-            w.copy_(o)  # here and above: given two dtypes, an operator would itself make a copy, in new memory each time
-            w.mul_(alpha) if beta is None else torch.addcmul(beta, w, alpha, out=w)  # one pass where mul, add took two
+            m = m if wide is None else w.copy_(m)  # here and above: given two dtypes, an operator would copy too, to new memory each time
+            torch.mul(m, alpha, out=w) if beta is None else torch.addcmul(beta, m, alpha, out=w)  # one pass where mul, add took two
             o.copy_(w)  # nothing where w is o
         elif scale != 1.0:
             o.mul_(scale)
@@ -192,7 +193,7 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only):
 
 
 def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
-    "-> (dalpha, dbeta); given alpha, dx as well: one walk reads and widens dy once, where two would do so twice"
+    "-> (dalpha, dbeta); given alpha, dx as well, and then x is what the forward pass kept, x @ H: one walk reads and widens dy once"
     r, transform = _blocks(x, n_head, heads_only)
     dtype = torch.promote_types(x.dtype, torch.float32 if alpha is None else torch.promote_types(alpha.dtype, torch.float32))
     dalpha, dbeta = (x.new_zeros(1, x.shape[1], dtype=dtype) for _ in range(2))
@@ -211,8 +212,8 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
             v = transform(v if wide is None else narrow[:n].copy_(v), o)
             if late:
                 v.mul_(scale)
-        u = transform(X)
-        dalpha.addmm_(ones[:, :n], (u if wide is None else w[:n].copy_(u)).mul_(g))
+        u = transform(X) if alpha is None else X
+        dalpha.addmm_(ones[:, :n], torch.mul(u if wide is None else w[:n].copy_(u), g, out=w[:n]))
     sums = dalpha[0] * scale, dbeta[0]
     return sums if alpha is None else (dx, *sums)
 
@@ -592,7 +593,8 @@ def _grads_triton(x, dy, scale, n_head, heads_only):
 
 # -----------------------------------------------------------------------------
 # The operators. hadamard and hadamard_grads suffice for all their derivatives, of any order, because H is its own transpose: the gradient
-# of each is written with the two themselves. hadamard_backward is both in one walk, for a CPU. hadamard_norm adds what follows in a block.
+# of each is written with the two themselves. hadamard_norm adds what follows in a block. On a CPU, where products cost more than bytes,
+# hadamard_kept saves x H in x's place, for a backward pass with one product of the two, hadamard_backward.
 
 
 def _check_orders(d, n_head, heads_only):  # within the operators: before them, torch.compile would trace it
@@ -623,12 +625,20 @@ def _hadamard_grads(x: torch.Tensor, dy: torch.Tensor, scale: float, n_head: int
     return run(x, dy, scale, n_head, heads_only)
 
 
+@torch.library.custom_op("kernels::hadamard_kept", mutates_args=())
+def _hadamard_kept(x: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, scale: float, n_head: int,
+                   heads_only: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    "-> alpha * scale * u + beta, u = x @ H"
+    _check_orders(x.shape[1], n_head, heads_only)
+    u = x.new_empty(x.shape)
+    return _transform_torch(x, alpha, beta, None, scale, n_head, heads_only, u), u
+
+
 @torch.library.custom_op("kernels::hadamard_backward", mutates_args=())
-def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, scale: float, n_head: int,
+def _hadamard_backward(u: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, scale: float, n_head: int,
                        heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(scale * ((alpha * dy) @ H), *_hadamard_grads(x, dy)) at once, in PyTorch alone: one Triton kernel would move 6 bytes an element
-    where the two move 8, but take the instructions of both, some 50 where 40 keep up with memory."""
-    return _grads_torch(x, dy, scale, n_head, heads_only, alpha)
+    "-> (scale * ((alpha * dy) @ H), sum over rows of dy * scale * u, sum of dy)"
+    return _grads_torch(u, dy, scale, n_head, heads_only, alpha)
 
 
 @_hadamard.register_fake
@@ -642,10 +652,15 @@ def _(x, dy, scale, n_head, heads_only):
     return x.new_empty(x.shape[1], dtype=wide), x.new_empty(x.shape[1], dtype=wide)
 
 
+@_hadamard_kept.register_fake
+def _(x, alpha, beta, scale, n_head, heads_only):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
 @_hadamard_backward.register_fake
-def _(x, dy, alpha, scale, n_head, heads_only):
-    wide = torch.promote_types(x.dtype, torch.promote_types(alpha.dtype, torch.float32))
-    return torch.empty_like(x), x.new_empty(x.shape[1], dtype=wide), x.new_empty(x.shape[1], dtype=wide)
+def _(u, dy, alpha, scale, n_head, heads_only):
+    wide = torch.promote_types(u.dtype, torch.promote_types(alpha.dtype, torch.float32))
+    return torch.empty_like(u), u.new_empty(u.shape[1], dtype=wide), u.new_empty(u.shape[1], dtype=wide)
 
 
 def _save(ctx, inputs, output):
@@ -657,14 +672,10 @@ def _backward(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta
     x, alpha, beta, pre = ctx.saved_tensors
     dy = dy.to(x.dtype).contiguous()
     of_x, of_alpha, of_beta, of_pre, *_ = ctx.needs_input_grad
-    sums = of_alpha or of_beta
     dx = dalpha = dbeta = dpre = None
-    if sums and of_x and alpha is not None and pre is None and not torch.is_grad_enabled() and not x.is_cuda:
-        dx, dalpha, dbeta = _hadamard_backward(x, dy, alpha, *ctx.how)                     # the same three in one walk
-        sums = False
-    elif of_x:
+    if of_x:
         dx = _hadamard(dy, pre, None, alpha, *ctx.how)                                     # pre * scale * ((alpha * dy) H)
-    if sums:
+    if of_alpha or of_beta:
         dalpha, dbeta = _hadamard_grads(x if pre is None else (pre * x).to(x.dtype), dy, *ctx.how)
     if of_pre:
         dpre = _hadamard_grads(dy if alpha is None else (alpha * dy).to(x.dtype), x, *ctx.how)[0].to(pre.dtype)
@@ -681,7 +692,32 @@ def _backward_grads(ctx, ga, gb):  # dalpha = sum dy * scale * (x H), dbeta = su
     return _hadamard(dy, None, None, ga, *ctx.how), _hadamard(x, ga, gb, None, *ctx.how), None, None, None
 
 
+def _save_kept(ctx, inputs, output):
+    _, alpha, beta, *ctx.how = inputs
+    ctx.beta_dtype = beta.dtype
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], alpha)
+
+
+def _backward_kept(ctx, dy, du):  # y = alpha * scale * u + beta, u = x H
+    u, alpha = ctx.saved_tensors
+    scale, *heads = ctx.how
+    dx = None if du is None else _hadamard(du.contiguous(), None, None, None, 1.0, *heads)  # only where a derivative is differentiated
+    if dy is None:
+        return dx, None, None, None, None, None
+    dy = dy.to(u.dtype).contiguous()
+    if ctx.needs_input_grad[0] and du is None and not torch.is_grad_enabled():
+        dx, dalpha, dbeta = _hadamard_backward(u, dy, alpha, *ctx.how)
+    else:
+        if ctx.needs_input_grad[0]:
+            dx = _hadamard(dy, None, None, alpha, *ctx.how) + (0 if dx is None else dx)
+        wide = dy.to(torch.promote_types(u.dtype, torch.float32))
+        dalpha, dbeta = scale * (wide * u).sum(0), wide.sum(0)
+    return dx, dalpha.to(alpha.dtype), dbeta.to(ctx.beta_dtype), None, None, None
+
+
 _hadamard.register_autograd(_backward, setup_context=_save)
+_hadamard_kept.register_autograd(_backward_kept, setup_context=_save_kept)
 _hadamard_grads.register_autograd(_backward_grads, setup_context=_save_grads)
 
 
@@ -832,6 +868,8 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
                          f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
     _check_meta("hadamard_affine", x, alpha, beta)
     scale = (n_head if heads_only else d) ** -0.5
+    if alpha.requires_grad and torch.is_grad_enabled() and not x.is_cuda:
+        return _hadamard_kept(rows, alpha, beta, scale, n_head, heads_only)[0].view(x.shape)
     return _hadamard(rows, alpha, beta, None, scale, n_head, heads_only).view(x.shape)
 
 

@@ -357,28 +357,53 @@ def test_hadamard_operators_pass_opcheck():
     refuses(lambda: kernels._hadamard(x, None, beta, None, 0.2, 1, False), "beta without alpha", kind=AssertionError)  # was left out
     torch.library.opcheck(kernels._hadamard_grads, (x, dy, 0.2, 2, False))
     torch.library.opcheck(kernels._hadamard_grads, (x.detach().bfloat16(), dy.detach().bfloat16(), 0.2, 2, False))
-    for dtype in (torch.float32, torch.bfloat16):  # without derivatives of its own: where those are wanted, _backward takes the first two
-        torch.library.opcheck(kernels._hadamard_backward, (x.detach().to(dtype), dy.detach().to(dtype), alpha.detach(), 0.2, 2, False))
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = x.detach().to(dtype)
+        torch.library.opcheck(kernels._hadamard_kept, (rows.requires_grad_(), alpha, beta, 0.2, 2, False))
+        # without derivatives of its own: where those are wanted, _backward_kept writes out the same
+        torch.library.opcheck(kernels._hadamard_backward, (rows.detach(), dy.detach().to(dtype), alpha.detach(), 0.2, 2, False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_hadamard_backward_in_one_walk_is_the_two_operators(dtype, monkeypatch):
-    "Bit for bit, over several blocks of rows and a last one that is not full; and the walk is what a backward pass takes"
-    calls, one = [], kernels._hadamard_backward
+def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
+    """Bit for bit, over several blocks of rows: output, dx and, beside it, dalpha and dbeta, from x H that the forward pass kept. Without
+    gradients nothing is kept."""
+    calls, one, kept = [], kernels._hadamard_backward, []
     monkeypatch.setattr(kernels, "_hadamard_backward", lambda *args: calls.append(args) or one(*args))
     for d, n_head, heads_only in ((48, 4, False), (1536, 1, False), (64, 8, True)):
-        how, v = (d ** -0.5, n_head, heads_only), torch.float64 if dtype == torch.float64 else torch.float32
-        (x, dy), (alpha, beta) = torch.randn(2, 2100, d).to(dtype), torch.randn(2, d, dtype=v)
+        scale, v = (n_head if heads_only else d) ** -0.5, torch.float64 if dtype == torch.float64 else torch.float32
+        how, (x, dy), (alpha, beta) = (scale, n_head, heads_only), torch.randn(2, 2101, d).to(dtype), torch.randn(2, d, dtype=v)
         x.requires_grad_(), alpha.requires_grad_(), beta.requires_grad_()
-        y = kernels._hadamard(x, alpha, beta, None, *how)
-        exact = (kernels._hadamard(dy, None, None, alpha, *how), *kernels._hadamard_grads(x, dy, *how))
-        assert all(torch.equal(a, b.detach()) for a, b in zip(torch.autograd.grad(y, (x, alpha, beta), dy, retain_graph=True), exact))
+        y = hadamard_affine(x, alpha, beta, n_head, heads_only)
+        with torch.no_grad():
+            exact = (kernels._hadamard(dy, None, None, alpha, *how), *kernels._hadamard_grads(x, dy, *how))
+            assert torch.equal(y, kernels._hadamard(x, alpha, beta, None, *how))
+        assert all(map(torch.equal, torch.autograd.grad(y, (x, alpha, beta), dy, retain_graph=True), exact))
         assert len(calls) == 1
         twice = torch.autograd.grad(y, (x, alpha, beta), dy, create_graph=True)
         assert len(calls) == 1 and all(g.requires_grad for g in twice[:2])
-        y = kernels._hadamard(x.detach(), alpha, beta, None, *how)  # dx is not wanted, and not made
-        assert torch.equal(torch.autograd.grad(y, alpha, dy)[0], exact[1].detach()) and len(calls) == 1
+        eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+        assert torch.equal(twice[0], exact[0]) and all(error(a, b) < 100 * eps for a, b in zip(twice[1:], exact[1:]))
+        y = hadamard_affine(x.detach(), alpha, beta, n_head, heads_only)  # dx is not wanted, and not made
+        assert error(torch.autograd.grad(y, alpha, dy)[0], exact[1]) < 100 * eps and len(calls) == 1
         calls.clear()
+    with monkeypatch.context() as m:
+        m.setattr(kernels, "_hadamard_kept", lambda *args: kept.append(args))
+        with torch.no_grad():
+            hadamard_affine(x, alpha, beta)
+        hadamard_affine(x, alpha.detach(), beta)
+    assert not kept
+
+
+def test_hadamard_affine_on_a_cpu_takes_no_more_memory():
+    "x H is saved in x's place: x itself, which attention has no further use for, is let go"
+    (a, b), (alpha, beta), saved = torch.randn(2, 64, 48).requires_grad_(), torch.randn(2, 48).requires_grad_(), []
+    x = a * b  # not needed by its own derivative
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = hadamard_affine(x, alpha, beta)
+    rows = [t for t in saved if t.numel() == x.numel()]
+    assert len(rows) == 1 and rows[0].data_ptr() not in (x.data_ptr(), y.data_ptr())
+    assert torch.allclose(rows[0], x @ hadamard_matrix(48), atol=1e-4)
 
 
 def test_hadamard_norm_compiles_for_any_number_of_rows_and_any_gradient(monkeypatch):
