@@ -2833,6 +2833,8 @@ def test_train_shaq_reads_the_streams_in_windows():
     n = [train_shaq.window_length(1, i, 100) for i in range(2000)]
     assert max(n) == 100 and min(n) > 25 and 0.03 < sum(v < 75 for v in n) / 2000 < 0.07
     assert [train_shaq.window_length(2, i, 100) for i in range(2000)] != n and {train_shaq.window_length(1, i, 5) for i in range(99)} == {5}
+    for seed in range(1337, 1342):  # SHA-RNN's: 0.95 (1024 - 2) + 0.05 * 512; int() and at most bptt take 0.3 more
+        assert train_shaq.average_length(seed, 1024) == pytest.approx(996.5, abs=1.2)
     (c, none), = train_shaq.take([(torch.arange(4), None)], range(2, 4), "cpu")  # the second process's share of a state
     assert c.tolist() == [2, 3] and none is None
 

@@ -116,16 +116,19 @@ def build(s, c, data, m):
 # Data: streams read in order, windows of random length
 
 
-def window_length(seed, step, bptt):
+def lengths(rng, bptt, n):
     "The published draw: 0.95 of all windows about bptt long, the others half of that; at least 5, at most bptt"
-    rng = np.random.default_rng((seed, step))
-    mean = bptt if rng.random() < 0.95 else bptt // 2
-    return min(max(5, int(rng.normal(mean, 5))), bptt)
+    mean = np.where(rng.random(n) < 0.95, bptt, bptt // 2)
+    return np.clip(rng.normal(mean, 5).astype(int), 5, bptt)
+
+
+def window_length(seed, step, bptt):
+    return int(lengths(np.random.default_rng((seed, step)), bptt, 1)[0])
 
 
 def average_length(seed, bptt):
-    "Tokens a step takes from each stream, on average"
-    return float(np.mean([window_length(seed, step, bptt) for step in range(1000)]))
+    "Tokens a step takes from each stream, on average. Of 1,000 windows it can be 1% off: a third of an epoch in 32"
+    return float(lengths(np.random.default_rng(seed), bptt, 100_000).mean())
 
 
 def read(tokens, streams, length, at, T, device):
