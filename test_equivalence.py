@@ -1543,7 +1543,8 @@ def test_train_evaluation_by_hand():
     second = replace(cpu, rank=1, world=2)
     second.mean = lambda x: x  # its own windows alone: the two share the work
     for which, n, windows, m_ in (("spread", 64, (0, 1, 3, 4), cpu), ("first", 48, (0, 1, 2), cpu), ("first", 10**9, range(6), cpu),
-                                  ("first", 1, (0,), cpu), ("spread", 64, (3, 4), second)):
+                                  ("first", 1, (0,), cpu), ("spread", 64, (3, 4), second),
+                                  (np.random.default_rng(5), 48, np.random.default_rng(5).permutation(6)[:3], cpu)):
         found = train_gpt.evaluate(m.train(), tokens, n, 2, m_, which)
         rows = torch.from_numpy(np.stack([tokens[i * 16:i * 16 + 17] for i in windows]))
         assert m.training
@@ -1579,15 +1580,18 @@ def test_train_logs_what_it_says(train, tmp_path, data_dir, monkeypatch):
 
 def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path):
     "PyTorch's own start, a constant rate, no clipping, decay of vectors too, fp32, the loss on the split's first windows"
-    first, *log = train("--size=gpt2_book", "--batch_tokens=64", "--eval_tokens=256", "--max_steps=3", keep=SHAPE)[3]
+    _, said, _, (first, *log) = train("--size=gpt2_book", "--batch_tokens=64", "--eval_tokens=256", "--max_steps=3", keep=SHAPE)
     ckpt = torch.load(tmp_path / "out/ckpt.pt", weights_only=True)
     assert first["settings"]["dtype"] == "float32" and [r["lr"] for r in log if "lr" in r] == [4e-4] * 3
     all_of_it, none = ckpt["optimizer"]["param_groups"]
     assert all_of_it["betas"] == (0.9, 0.999) and not none["params"]
     assert all(s["exp_avg"].any() for s in ckpt["optimizer"]["state"].values())  # grad_clip=0 is no clipping, not no gradient
     assert abs(ckpt["model"]["wte.weight"].std() - 1) < 0.1
-    wanted = train_gpt.evaluate(model_of(ckpt), pd.load_dataset("mine", str(data_dir)).val, 256, 2, machine("cpu", "float32"), "first")
-    assert log[-1]["val_loss"] == pytest.approx(wanted)
+    data, cpu = pd.load_dataset("mine", str(data_dir)), machine("cpu", "float32")
+    assert log[-1]["val_loss"] == pytest.approx(train_gpt.evaluate(model_of(ckpt), data.val, 256, 2, cpu, "first"))
+    wanted = train_gpt.evaluate(model_of(ckpt), data.train, 256, 2, cpu, np.random.default_rng((123, 3)))  # the paper's table has it too
+    assert log[-1]["train_loss"] == pytest.approx(wanted) and f"step 3/3  training split: {wanted:.4f} nats per byte\n" in said
+    assert not any("train_loss" in r for r in train("--max_steps=1", out="other")[3])  # elsewhere nobody asked for it
 
 
 def test_train_settings_are_the_papers(monkeypatch):

@@ -37,7 +37,7 @@ RECIPES = {  # tokens a step and peak learning rate of [1, table 2]; v1 gives no
     "small": dict(batch_tokens=2**18, micro_batch=16, lr=3e-4),
     "base": dict(batch_tokens=2**19, micro_batch=8, lr=2.5e-4),
     "large": dict(batch_tokens=2**20, micro_batch=8, lr=2e-4),
-    # DVA's experiment, the book's way [2]: 5 epochs of 1,512 steps of 2 windows; the loss on the first 5 batches of the validation split
+    # DVA's experiment, the book's way [2]: 5 epochs of 1,512 steps of 2 windows, the loss on 5 of them of each split
     "dva_book": dict(dataset="warandpeace", batch_tokens=512, micro_batch=2, lr=4e-4, schedule="constant", warmup_steps=0,
                      betas=(0.9, 0.999), decay="all", grad_clip=0.0, max_steps=7560, eval_interval=100, eval_tokens=2560,
                      eval_windows="first", seed=123, dtype="float32"),
@@ -137,12 +137,15 @@ def stack(tokens, windows, T, device):
 
 
 def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
-    """Mean loss in nats per token over fixed windows, spread evenly over the split or its first; all ranks share the work through the bare
-    model"""
+    """Mean loss in nats per token over windows that are spread evenly over the split, its first, or drawn by which, a generator of numpy's;
+    all ranks share the work through the bare model"""
     T = model.config.block_size
     count = (len(tokens) - 1) // T
     n = min(count, max(1, eval_tokens // T))
-    windows = np.arange(n) * count // n if which == "spread" else np.arange(n)
+    if isinstance(which, str):
+        windows = np.arange(n) * count // n if which == "spread" else np.arange(n)
+    else:
+        windows = which.permutation(count)[:n]
     total = torch.zeros(2, dtype=torch.float64)
     with evaluating(model), m.autocast():
         for i in range(m.rank * micro_batch, n, m.world * micro_batch):
@@ -260,9 +263,13 @@ def main():
             bits = val / np.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {unit}, perplexity {np.exp(val):.2f}, "
                 f"{bits:.4f} bits per byte")
-            evaluated = step
+            evaluated, both = step, {}
+            if s["eval_windows"] == "first":  # [2]'s table has both splits; of training the book draws other windows each time
+                drawn = np.random.default_rng((s["seed"], step))
+                both["train_loss"] = evaluate(model, data.train, s["eval_tokens"], micro, m, drawn)
+                say(f"step {step}/{s['max_steps']}  training split: {both['train_loss']:.4f} nats per {unit}")
             if m.rank == 0:
-                log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits)
+                log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits, **both)
             saved = save(step) if step or last else saved
             clock = time.perf_counter()
         if last:
