@@ -93,7 +93,7 @@ def run(main, again=""):
             raise
         die(f"out of memory: take a smaller model, batch, window or file ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
     except OSError as e:
-        advice = {errno.ENOSPC: "; free some space and type the same command again",
+        advice = {**dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space and type the same command again"),
                   errno.EACCES: "; choose a place you may write to", errno.EROFS: "; choose a place you may write to",
                   errno.EEXIST: ", and is no folder; choose another place", errno.ENOTDIR: "; choose another place"}
         die(f"{e.filename + ': ' if e.filename else ''}{e.strerror or e}{advice.get(e.errno, '')}")

@@ -3555,6 +3555,8 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys):
     fails(capsys, ends(KeyboardInterrupt()), "interrupted", status=130)
     fails(capsys, ends(MemoryError()), "out of memory: take a smaller")
     fails(capsys, ends(PermissionError(errno.EACCES, "Permission denied", "x/y")), "x/y: Permission denied; choose a place")
+    for number in (errno.ENOSPC, errno.EDQUOT):  # a cluster's disk is full where one's own share of it is
+        fails(capsys, ends(OSError(number, os.strerror(number), "x/y")), "x/y: ", "; free some space")
     fails(capsys, ends(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")), "out of memory: take a smaller", "2.00 GiB")
     fails(capsys, ends(RuntimeError("InvalidCxxCompiler: No working C++ compiler found")), "install g++", "--compile=0")
     fails(capsys, ends(RuntimeError("Failed to find C compiler. Please specify via CC")), "install gcc", "--compile=0")
