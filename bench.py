@@ -772,8 +772,8 @@ ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200 can is
 def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual="", **flags):
     """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, or "pool", "pool backward"
     with flags of theirs; residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a thread and of shared memory; ops, the
-    opcodes with their modifiers in order; instructions an element in all (each) and in the longest loop (loop); plan. Not in a process that
-    has TRITON_INTERPRET=1."""
+    opcodes with their modifiers in order; instructions an element in all (each) and in the longest loop (loop); far, how many tensors of
+    addresses are made with 64-bit offsets; plan. Not in a process that has TRITON_INTERPRET=1."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     rows = f"*{dtype}"
@@ -803,11 +803,11 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
             if name not in odd:
                 attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
-    cubin = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps)).asm["cubin"]
+    asm = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps)).asm
     tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "cubin"), "wb") as f:
-            f.write(cubin)
+            f.write(asm["cubin"])
         usage, text = (subprocess.run([tool, flag, f.name], capture_output=True, text=True, check=True).stdout
                        for flag in ("-res-usage", "-sass"))
     found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
@@ -817,7 +817,8 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     loop = max(sum(to <= at <= end for at, _, _ in lines) for to, end in jumps if to <= end)
     each = 32 * warps / elements
     return SimpleNamespace(registers=found["REG"], stack=found["STACK"] + found["LOCAL"], shared=found["SHARED"], plan=plan,
-                           ops=[op for _, op, _ in lines], each=len(lines) * each, loop=loop * each)
+                           ops=[op for _, op, _ in lines], each=len(lines) * each, loop=loop * each,
+                           far=len(re.findall(r"tt\.addptr .*xi64>", asm["ttir"])))
 
 
 def follow_parent():
