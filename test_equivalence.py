@@ -276,7 +276,7 @@ def test_hadamard_takes_any_strides_and_any_number_of_rows():
         assert y.shape == x.shape and error(y, alpha * (x @ H) + beta) < 1e-12
         dx, = torch.autograd.grad(y, x, dy)
         assert dx.shape == x.shape and error(dx, (alpha * dy) @ H) < 1e-12
-    x = randn(1, 1025).T  # of width 1, a whole block of rows and one more
+    x = randn(1, 1025).T  # of width 1, two blocks of rows, the second a row shorter
     assert error(hadamard_affine(x, alpha[:1], beta[:1]), alpha[:1] * x + beta[:1]) < 1e-15
     a = alpha.clone().requires_grad_()
     hadamard_affine(randn(0, d), a, beta).sum().backward()
@@ -366,7 +366,7 @@ def test_hadamard_operators_pass_opcheck():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
-    """Bit for bit, over several blocks of rows: output, dx and, beside it, dalpha and dbeta, from x H that the forward pass kept. Without
+XX
     gradients nothing is kept."""
     calls, one, kept = [], kernels._hadamard_backward, []
     monkeypatch.setattr(kernels, "_hadamard_backward", lambda *args: calls.append(args) or one(*args))
@@ -378,6 +378,8 @@ def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
         with torch.no_grad():
             exact = (kernels._hadamard(dy, None, None, alpha, *how), *kernels._hadamard_grads(x, dy, *how))
             assert torch.equal(y, kernels._hadamard(x, alpha, beta, None, *how))
+            u, most = x.double() @ layer_matrix(d, n_head, heads_only), 5e-3 if dtype.itemsize == 2 else 1e-5  # a wrong row alone: 2e-2
+            assert error(y, alpha * u + beta) < most and error(exact[1], (dy * u).sum(0)) < most
         assert all(map(torch.equal, torch.autograd.grad(y, (x, alpha, beta), dy, retain_graph=True), exact))
         assert len(calls) == 1
         twice = torch.autograd.grad(y, (x, alpha, beta), dy, create_graph=True)
