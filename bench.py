@@ -803,22 +803,23 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
             if name not in odd:
                 attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
-    asm = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps)).asm
+    compiled = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps))
     tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "cubin"), "wb") as f:
-            f.write(asm["cubin"])
+            f.write(compiled.asm["cubin"])
         usage, text = (subprocess.run([tool, flag, f.name], capture_output=True, text=True, check=True).stdout
                        for flag in ("-res-usage", "-sass"))
-    found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     lines = [(int(at, 16), op, rest) for at, op, rest in
              re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", text) if op != "NOP"]
     jumps = [(int(to[1], 16), at) for at, op, rest in lines if op.startswith("BRA") and (to := re.search(r"0x([0-9a-f]+)", rest))]
     loop = max(sum(to <= at <= end for at, _, _ in lines) for to, end in jumps if to <= end)
     each = 32 * warps / elements
-    return SimpleNamespace(registers=found["REG"], stack=found["STACK"] + found["LOCAL"], shared=found["SHARED"], plan=plan,
+    return SimpleNamespace(registers=found["REG"], stack=found["STACK"] + found["LOCAL"], plan=plan,
+                           shared=compiled.metadata.shared,  # the cubin does not know: it is asked for at the launch
                            ops=[op for _, op, _ in lines], each=len(lines) * each, loop=loop * each,
-                           far=len(re.findall(r"tt\.addptr .*xi64>", asm["ttir"])))
+                           far=len(re.findall(r"tt\.addptr .*xi64>", compiled.asm["ttir"])))
 
 
 def follow_parent():

@@ -4733,6 +4733,8 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compiled):
             faults.append((what, "loads or stores of fewer than 16 bytes", wide))
         if code.far < {"grads": 4, "norm": 4, "norm backward": 7}.get(kind, 2):  # what lies row by row; no test here has 2^31 elements
             faults.append((what, "32-bit offsets of rows", code.far))
+        if code.plan["INNER"] == 2 and (not 0 < code.shared <= 40 * 1024 or not any(op.startswith("HMMA") for op in code.ops)):
+            faults.append((what, "fewer than 4 programs of an sm_80's 164 KB, or no matrix instructions", code.shared))
         if kind == "norm" and (code.registers > 136 or ops.index("STG") < 2 * tiles):
             faults.append((what, "fewer than 15 warps a multiprocessor, or loads behind a store", code.registers, ops.index("STG")))
         if kind in ("grads", "norm backward") and not 0 < code.loop < code.each:
