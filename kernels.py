@@ -143,7 +143,7 @@ def _blocks(x, n_head, heads_only):
     r = max(N, 1)
     if x.device.type == "cpu":  # elsewhere a launch costs more than a cache miss
         most = max(128, 2 ** 18 // d) if x.element_size() > 2 else max(256, 2 ** 19 * torch.get_num_threads() // d)
-        r = -(-r // -(-r // min(most, 1024)))  # blocks of one size, or the last could be a few rows
+        r = -(-r // -(-r // min(most, 2048)))  # blocks of one size, or the last could be a few rows
     t, u, A = x.new_empty(r, a, b), x.new_empty(r, a, b), A.expand(r, a, a)
     if x.device.type == "cpu" and x.element_size() == 2:  # a 16-bit product would copy what is expanded, block by block
         A = A.contiguous()
