@@ -366,8 +366,8 @@ def test_hadamard_operators_pass_opcheck():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
-XX
-    gradients nothing is kept."""
+    """Bit for bit, over several blocks of rows, the last not full: output, dx and, beside it, dalpha and dbeta, from x H that the forward
+    pass kept; and near the dense product. Without gradients nothing is kept."""
     calls, one, kept = [], kernels._hadamard_backward, []
     monkeypatch.setattr(kernels, "_hadamard_backward", lambda *args: calls.append(args) or one(*args))
     for d, n_head, heads_only in ((48, 4, False), (1536, 1, False), (64, 8, True)):
