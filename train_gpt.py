@@ -37,7 +37,7 @@ RECIPES = {  # tokens a step and peak learning rate of [1, table 2]; v1 gives no
     "small": dict(batch_tokens=2**18, micro_batch=16, lr=3e-4),
     "base": dict(batch_tokens=2**19, micro_batch=8, lr=2.5e-4),
     "large": dict(batch_tokens=2**20, micro_batch=8, lr=2e-4),
-    # DVA's experiment, the book's way [2]: 5 epochs of 1,512 steps of 2 windows, the loss on 5 of them of each split
+    # DVA's experiment, the book's way [2]: 5 epochs of 1,512 steps of 2 windows, the loss on 5 such batches of each split
     "dva_book": dict(dataset="warandpeace", batch_tokens=512, micro_batch=2, lr=4e-4, schedule="constant", warmup_steps=0,
                      betas=(0.9, 0.999), decay="all", grad_clip=0.0, max_steps=7560, eval_interval=100, eval_tokens=2560,
                      eval_windows="first", seed=123, dtype="float32"),
