@@ -594,7 +594,8 @@ def _grads_triton(x, dy, scale, n_head, heads_only):
 # -----------------------------------------------------------------------------
 # The operators. hadamard and hadamard_grads suffice for all their derivatives, of any order, because H is its own transpose: the gradient
 # of each is written with the two themselves. hadamard_norm adds what follows in a block. On a CPU, where products cost more than bytes,
-# hadamard_kept saves x H in x's place, for a backward pass with one product of the two, hadamard_backward.
+# hadamard_kept saves x H in x's place, for a backward pass with one product of the two, hadamard_backward: no more memory, as long as
+# what made x does not keep x itself (tanh would, our attention does not).
 
 
 def _check_orders(d, n_head, heads_only):  # within the operators: before them, torch.compile would trace it
