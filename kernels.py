@@ -161,8 +161,10 @@ def _blocks(x, n_head, heads_only):
 
 def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, mixed=None):
     "mixed, if given, keeps x @ H"
+    few = mixed is None and x.numel() <= 2 ** 15  # as in generation, where a call costs more than what it does, most of all a 16-bit product
+    if few and x.element_size() == 2:
+        return _transform_torch(x.float(), alpha, beta, pre, scale, n_head, heads_only).to(x.dtype)
     r, transform = _blocks(x, n_head, heads_only)
-    out = x.new_empty(x.shape)  # not empty_like, whose strides, of a transposed row, no view below need have
 
     def widen(v):
         if v is None or v.dtype == x.dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5:  # times a power of two bf16 stays exact
@@ -170,6 +172,10 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, mixed=None)
         return v.to(reduce(torch.promote_types, (v.dtype, x.dtype, torch.float32)))
 
     alpha, beta, pre = map(widen, (alpha, beta, pre))
+    if few and pre is None and alpha is not None:
+        y = transform(x)
+        return (y * (alpha * scale) if beta is None else torch.addcmul(beta, y, alpha * scale)).to(x.dtype)
+    out = x.new_empty(x.shape)  # not empty_like, whose strides, of a transposed row, no view below need have
     dtype = reduce(torch.promote_types, [v.dtype for v in (x, alpha, beta, pre) if v is not None])
     wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # 16-bit rows, fp32 vectors: rounded once, on the way out
     scaled = None if pre is None else x.new_empty(r, x.shape[1])

@@ -315,6 +315,18 @@ def test_hadamard_half_precision_error_is_near_the_rounding_floor():
         assert error(dalpha, (dy.double() * (x.double() @ H)).sum(0)) < 1.75 * floor and error(dbeta, dy.double().sum(0)) < 1e-5
 
 
+@pytest.mark.parametrize("d, n_head, heads_only", LAYERS)
+def test_hadamard_few_rows_round_once_on_a_cpu(d, n_head, heads_only):
+    "Up to 2^15 numbers go through in fp32, in few calls; more of them, in 16 bits, come out as the same to their rounding"
+    for dtype, vectors in itertools.product((torch.bfloat16, torch.float16), (torch.float32, None)):
+        x = torch.randn(2 ** 15 // d + 1, d).to(dtype)
+        alpha, beta = (torch.randn(d).to(vectors or dtype) for _ in range(2))
+        exact = alpha.double() * (x.double() @ layer_matrix(d, n_head, heads_only)) + beta.double()
+        few, more = hadamard_affine(x[:-1], alpha, beta, n_head, heads_only), hadamard_affine(x, alpha, beta, n_head, heads_only)
+        floor = error(exact[:-1].to(dtype), exact[:-1])
+        assert few.dtype == dtype and error(few, exact[:-1]) < 1.001 * floor and error(more, exact) < 1.75 * floor
+
+
 def test_hadamard_small_fp16_gradients_survive():
     x, dy, one = torch.randn(64, 768).half().requires_grad_(), (1e-4 * torch.randn(64, 768)).half(), torch.ones(768)
     dx, = torch.autograd.grad(hadamard_affine(x, one, one), x, dy)
