@@ -159,12 +159,23 @@ def _blocks(x, n_head, heads_only):
     return r, transform
 
 
+def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
+    "_transform_torch in as few calls as can be, in fp32: for generation's few rows, a call costs more than its work, in 16 bits most of all"
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    (N, d), (A, B), y = x.shape, _factors(x.shape[1], n_head, heads_only, dtype, x.device), x.to(dtype)
+    a, b = len(A), d // len(A)
+    if B is not None:
+        y = torch.mm(y.view(N * a, b), B, out=y.new_empty(N * a, b))  # out: or autocast would round it to 16 bits
+    y = torch.bmm(A.expand(N, a, a), y.view(N, a, b), out=y.new_empty(N, a, b))
+    return torch.addcmul(beta, y.view(N, d), alpha, value=scale).to(x.dtype)
+
+
 def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, mixed=None):
     "mixed, if given, keeps x @ H"
-    few = mixed is None and x.numel() <= 2 ** 15  # as in generation, where a call costs more than what it does, most of all a 16-bit product
-    if few and x.element_size() == 2:
-        return _transform_torch(x.float(), alpha, beta, pre, scale, n_head, heads_only).to(x.dtype)
+    if x.numel() <= 2 ** 15 and beta is not None and pre is mixed is None:
+        return _few_rows_torch(x, alpha, beta, scale, n_head, heads_only)
     r, transform = _blocks(x, n_head, heads_only)
+    out = x.new_empty(x.shape)  # not empty_like, whose strides, of a transposed row, no view below need have
 
     def widen(v):
         if v is None or v.dtype == x.dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5:  # times a power of two bf16 stays exact
@@ -172,10 +183,6 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, mixed=None)
         return v.to(reduce(torch.promote_types, (v.dtype, x.dtype, torch.float32)))
 
     alpha, beta, pre = map(widen, (alpha, beta, pre))
-    if few and pre is None and alpha is not None:
-        y = transform(x)
-        return (y * (alpha * scale) if beta is None else torch.addcmul(beta, y, alpha * scale)).to(x.dtype)
-    out = x.new_empty(x.shape)  # not empty_like, whose strides, of a transposed row, no view below need have
     dtype = reduce(torch.promote_types, [v.dtype for v in (x, alpha, beta, pre) if v is not None])
     wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # 16-bit rows, fp32 vectors: rounded once, on the way out
     scaled = None if pre is None else x.new_empty(r, x.shape[1])
