@@ -618,7 +618,7 @@ def bench_compare(args):
 def bench_kernels(args):
     """hadamard_affine against a dense product, alpha * x + beta and a copy; fo-pool against an LSTM, a loop and a copy; attention with one
     wide head against 12. Share of copy: the bytes that must move, over the time taken, over the same of a copy in the same run. One read
-    and one write would be 1."""
+    and one write would be 1. Of the backward pass alone: bytes and median time of both passes, less those of the forward pass."""
     m = start(args)
     for d in args.widths:
         with one_line():
@@ -661,19 +661,27 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
 
     t = [measure(work) for work in (forward, training)]
     median = [{k: np.median(v) for k, v in s.items()} for s in t]
+
+    def share(elements, seconds):
+        return elements / floors["copy"][0] * median[0]["copy"] / seconds if elements and seconds > 0 else None
+
     rows = []
     for name in forward:
         row = [name]
         for i in range(2):
             if name not in t[i]:
-                row += [None] * 3
+                row += [None] * 4
                 continue
-            share = floors[name][i] / floors["copy"][0] * median[0]["copy"] / median[i][name] if name in floors else None
-            row += [spread(t[i][name]), share and f"{share:.2f}", f"{median[i][compare_with] / median[i][name]:.2f}"]
-            record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), share_of_copy=share, **fields)
+            floor, took = floors.get(name, (0, 0)), median[i][name]
+            found = dict(share_of_copy=share(floor[i], took))
+            if i:
+                found["share_of_copy_backward"] = share(floor[1] - floor[0], took - median[0][name])
+            row += [spread(t[i][name]), *(s and f"{s:.2f}" for s in found.values()), f"{median[i][compare_with] / took:.2f}"]
+            record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), **found, **fields)
         rows.append(row)
     speedup = f"times {compare_with}"
-    table(args, title, ["", "forward, ms", "share of copy", speedup, "forward + backward, ms", "share of copy", speedup], rows)
+    table(args, title, ["", "forward, ms", "share of copy", speedup, "forward + backward, ms", "share of copy",
+                        "backward alone, share of copy", speedup], rows)
 
 
 def affine_rows(args, m, d):

@@ -4101,7 +4101,8 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         assert [r["seconds"] for r in rows if "loop" in r["kernel"]] == [[10, 11, 15], [8, 9, 13]]  # 64 of 128 steps were timed
         found = share("affine", 96)
         assert found["copy", False] == 1 and found["hadamard", False] == 1 / 3 and found["hadamard", True] == 5 / 2 * 1.5 / 3.5
-        assert "| hadamard | 4,500 ± 625 | 0.33 | 0.56 | 3,500 ± 625 | 1.07 | 0.43 |" in tables[0] and "24 rows of 96" in tables[0]
+        assert "| hadamard | 4,500 ± 625 | 0.33 | 0.56 | 3,500 ± 625 | 1.07 | – | 0.43 |" in tables[0] and "24 rows of 96" in tables[0]
+        assert {r.get("share_of_copy_backward", "none") for r in rows if r["both"]} == {None}  # here both take less than forward alone
         found = share("affine_norm", 32)  # twice the bytes of a copy, five times backward; of fo-pooling twice and 5.5 times
         assert found["one pass", False] == 2 * 1.5 / 2.5 and found["one pass", True] == 5 and "24 rows of 32" in tables[3]
         found = share("fo_pool", None)
@@ -4461,6 +4462,24 @@ def test_bench_timing_interleaves_and_warms_up(monkeypatch):
     assert gain["head_hadamard"]["share"] == pytest.approx(-0.2)
     noise = bench.gains({k: np.array(v) for k, v in (seconds | dict(identity=[1.4, 2.5])).items()})
     assert 0 < noise["identity"]["gain"] < noise["identity"]["gain_error"] and noise["hadamard"]["share"] is None
+
+
+def test_bench_kernels_share_of_the_backward_pass_is_the_difference_of_both_and_forward(tmp_path, monkeypatch, capsys):
+    seconds = iter((dict(copy=[2, 1, 9], a=[3, 1, 9], b=[8, 8, 8], c=[8, 8, 8], d=[3, 1, 9]),
+                    dict(a=[4, 8, 30], b=[8, 8, 8], c=[7, 7, 7], d=[4, 8, 30])))
+    monkeypatch.setattr(bench, "timed", lambda *a: {k: np.array(v) for k, v in next(seconds).items()})
+    rows, floor = [torch.zeros(5, 2)], (4 * 10, 11 * 10)
+    layers = {k: (torch.neg, (), [rows], [rows], None if k == "d" else floor) for k in "abcd"}
+    args = SimpleNamespace(gpu=False, rounds=3, what="kernels", run="", hardware="", git="", out=str(tmp_path / "kernels.jsonl"))
+    bench.shares(args, None, "", {}, layers, "b", copy=(rows, rows))
+    found = {(r["kernel"], r["both"]): r for r in map(json.loads, Path(args.out).read_text().splitlines())}
+    # a copy: 20 numbers in 2 s. a: 40 in 3 s, 110 in 8 s, so 70 in 5 s, which is 1.4 times the copy's 10 a second
+    assert [found["a", both]["share_of_copy"] * 10 for both in (False, True)] == pytest.approx([40 / 3, 110 / 8])
+    assert [found[k, True]["share_of_copy_backward"] for k in "abcd"] == [pytest.approx(1.4), None, None, None]
+    assert [k for k, r in found.items() if "share_of_copy_backward" in r] == [(k, True) for k in "abcd"]
+    head, _, copy, *lines = capsys.readouterr().out.splitlines()[3:]
+    assert " share of copy | backward alone, share of copy | times b |" in head and copy.endswith("| 1.00 | 4.00 |" + 4 * " – |")
+    assert [line.split(" | ")[5:7] for line in lines] == [["1.38", "1.40"], ["1.38", "–"], ["1.57", "–"], ["–", "–"]]
 
 
 def test_bench_kernels_take_the_gradients_of_all_inputs_and_weights():
