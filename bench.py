@@ -616,9 +616,10 @@ def bench_compare(args):
     ("heads", dict(type=names, default="2x256x768,16x1024x768" if gpu else "2x256x192", help="one wide head's shapes, BxTxd")),
     ("rounds", dict(type=number(int, 1), default=7, help="interleaved measurements of each"))))
 def bench_kernels(args):
-    """hadamard_affine against a dense product, alpha * x + beta and a copy; fo-pool against an LSTM, a loop and a copy; attention with one
-    wide head against 12. Share of copy: the bytes that must move, over the time taken, over the same of a copy in the same run. One read
-    and one write would be 1. Of the backward pass alone: bytes and median time of both passes, less those of the forward pass."""
+    """hadamard_affine against a dense product, alpha * x + beta and a copy; fo-pool against an LSTM, a loop, a copy and, on a GPU,
+    fla-core's kernel; attention with one wide head against 12. Share of copy: the bytes that must move, over the time taken, over the same
+    of a copy in the same run. One read and one write would be 1. Of the backward pass alone: bytes and median time of both passes less
+    those of forward."""
     m = start(args)
     for d in args.widths:
         with one_line():
@@ -744,6 +745,14 @@ def pool_rows(args, m, B, T, H):
               "QRNN layer (product and fo-pool)": (lambda x: qrnn(x)[0], tuple(qrnn.parameters()), [x], [dh], None),
               lstm_layer: (lambda x: lstm(x.to(half))[0].to(x.dtype), tuple(lstm.parameters()), [x], [dh], None),
               loop: (pool_loop, (), [first_gates], [first_dh], floor)}
+    if args.gpu:  # the linear-attention library's kernel: h_t = exp(g_t) h_(t-1) + x_t; backward: g, h and dh read, two gradients written
+        try:
+            from fla.ops.hgrn import fused_recurrent_hgrn
+            inputs = [((-f).sigmoid() * z.tanh(), F.logsigmoid(f)) for z, f, _ in (g.chunk(3, -1) for g in gates)]  # (1 - f) z and log f
+            layers["fla's fused_recurrent_hgrn (recurrence alone, on (1 - f) z and log f)"] = (
+                lambda x, g: fused_recurrent_hgrn(x, g)[0], (), list(zip(*inputs)), [dh], (3 * B * T * H, 8 * B * T * H))
+        except ImportError as e:
+            print(f"note: no row for fla's fused_recurrent_hgrn ({e}): pip install fla-core brings it", file=sys.stderr)
     shares(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
            dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=(x, dh), times={loop: T / short})
 

@@ -4482,6 +4482,38 @@ def test_bench_kernels_share_of_the_backward_pass_is_the_difference_of_both_and_
     assert [line.split(" | ")[5:7] for line in lines] == [["1.38", "1.40"], ["1.38", "–"], ["1.57", "–"], ["–", "–"]]
 
 
+def test_bench_kernels_time_the_linear_attention_librarys_recurrence_on_a_gpu(monkeypatch, capsys):
+    def recurrence(x, g):  # as that library's documentation has it
+        h = [torch.zeros_like(x[:, 0])]
+        for t in range(x.size(1)):
+            h.append(g[:, t].exp() * h[-1] + x[:, t])
+        return torch.stack(h[1:], 1), None
+
+    def rows(gpu):
+        bench.pool_rows(SimpleNamespace(gpu=gpu), machine("cpu", "float32"), 2, 9, 8)
+        return {k: row for k, row in given.pop().items() if k == "fo-pool" or k.startswith("fla")}, capsys.readouterr()
+
+    given = []
+    monkeypatch.setattr(bench, "CACHE", 2**12)
+    monkeypatch.setattr(bench, "shares", lambda args, m, title, fields, layers, *rest, **kw: given.append(layers))
+    monkeypatch.setitem(sys.modules, "fla", None)  # not installed
+    (without, said), (cpu, silent) = map(rows, (True, False))
+    assert list(without) == list(cpu) == ["fo-pool"] and silent.err == ""
+    assert re.fullmatch(r"note: no row for fla's fused_recurrent_hgrn \(.*'fla.*\): pip install fla-core brings it\n", said.err)
+    for name in ("fla", "fla.ops", "fla.ops.hgrn"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(fused_recurrent_hgrn=recurrence))
+    assert list(rows(False)[0]) == ["fo-pool"]
+    found, said = rows(True)
+    pool, (f, weights, (xs, gs), (dh,), floor) = found.values()
+    (gates,) = pool[2]
+    assert floor == (3 * 2 * 9 * 8, 8 * 2 * 9 * 8) and weights == () and dh is pool[3][0] and said.err == ""
+    assert 1 < len(gates) == len(xs) == len(gs) <= len(dh) and all(t.is_contiguous() for t in (*xs, *gs))  # else they would be copied
+    for logits, x, g in zip(gates, xs, gs):
+        z, forget, o = logits.chunk(3, -1)
+        h = kernels.fo_pool(z.tanh(), forget.sigmoid(), o.sigmoid())[0]
+        assert torch.allclose(o.sigmoid() * f(x, g), h, atol=1e-6) and torch.allclose(pool[0](logits), h, atol=1e-6)
+
+
 def test_bench_kernels_take_the_gradients_of_all_inputs_and_weights():
     w, x = torch.tensor(3.0, requires_grad=True), [torch.tensor(v) for v in (5.0, 7.0, 0.5, 2.0)]
     assert bench.both(lambda a, b: (a * w, a * b), (w,), 2)(*x) == (0.5 * 3 + 2 * 7, 2 * 5, 0.5 * 5)
