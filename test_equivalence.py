@@ -3693,6 +3693,7 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys):
     fails(capsys, lambda: parser.parse_args(["--attn", "x"]), "unknown flag --attn", status=2)
     fails(capsys, lambda: parser.parse_args(["--compile=maybe"]), "expected 0 or 1", status=2)
     parser.add_argument("--set", default="", help="name=value,..")
+    parser.add_argument("--prompt", default="\n", help="a line break is no default that a reader could see")
     assert "(default: dense)" in parser.format_help() and "(default: )" not in parser.format_help()
 
 
