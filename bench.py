@@ -1083,8 +1083,8 @@ def generate_rows(args, m, copy):
     ("sizes", dict(type=names, default="tiny" if gpu else "nano", help="of the four output projections")),
     ("models", dict(type=names, default="gpt,book,shaq", help="which of the papers")),
     ("presets", dict(type=names, default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq", help="of SHAQ")),
-    ("set", dict(default="", action=Joined, help="name=value,.. for the GPTs (on a CPU the two books are 4 layers of 256 if not), or, "
-                                                 "with --models=shaq, for SHAQ")),
+    ("set", dict(default="", action=Joined, help="name=value,.. for the GPTs (without it, on a CPU, the two books are 4 layers of 256), "
+                                                 "or, with --models=shaq, for SHAQ")),
     ("shaq_set", dict(default="", action=Joined, help="the same for SHAQ")),
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile")),
     ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed"))))

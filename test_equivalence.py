@@ -3697,6 +3697,13 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys):
     assert "(default: dense)" in parser.format_help() and "(default: )" not in parser.format_help()
 
 
+def test_gpt_help_does_not_pass_the_usual_defaults_off_as_the_books(capsys):
+    "gpt2_book and dva_book have seed 123, dropout 0.1, no clipping, fp32, ...: not what stands beside those flags"
+    with pytest.raises(SystemExit):
+        train_gpt.parse(["--help"])
+    assert "gpt2_book and dva_book have other defaults than those below" in " ".join(capsys.readouterr().out.split())
+
+
 def test_data_small_promises(toy, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(pd, "time", SimpleNamespace(perf_counter=lambda: 12.0))

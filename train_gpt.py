@@ -48,7 +48,8 @@ RECIPES["gpt2_book"] = RECIPES["dva_book"]
 def parse(argv=None, prog="train_gpt.py"):
     parser = Parser(prog=prog, description=__doc__, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
-    add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (default tiny on CUDA, else nano)")
+    add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (default tiny on "
+        "CUDA, else nano); gpt2_book and dva_book have other defaults than those below: see SIZES and RECIPES")
     for name, choices in CHOICES.items():
         add(f"--{name}", choices=choices, help="what stands in the place of attention's output projection" if name == "attn_out" else
             f"(default {getattr(GPTConfig, name)})")
