@@ -159,9 +159,6 @@ def _blocks(x, n_head, heads_only):
     return r, transform
 
 
-FEW_NUMBERS = 2 ** 15  # up to so many in all rows
-
-
 def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
     "_transform_torch in as few calls as can be, in fp32: for generation's few rows, a call costs more than its work, in 16 bits most of all"
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -175,7 +172,7 @@ def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
 
 def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, mixed=None):
     "mixed, if given, keeps x @ H"
-    if x.numel() <= FEW_NUMBERS and beta is not None and pre is mixed is None:
+    if x.numel() <= 2 ** 15 and beta is not None and pre is mixed is None:
         return _few_rows_torch(x, alpha, beta, scale, n_head, heads_only)
     r, transform = _blocks(x, n_head, heads_only)
     out = x.new_empty(x.shape)  # not empty_like, whose strides, of a transposed row, no view below need have
@@ -890,10 +887,6 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     scale = (n_head if heads_only else d) ** -0.5
     if alpha.requires_grad and torch.is_grad_enabled() and not x.is_cuda:
         return _hadamard_kept(rows, alpha, beta, scale, n_head, heads_only)[0].view(x.shape)
-    if (rows.numel() <= FEW_NUMBERS and x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            and type(x) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(x)):  # neither a fake one nor vmap's
-        _check_orders(d, n_head, heads_only)  # generation: PyTorch's way to an operator written in Python takes longer than the work
-        return _few_rows_torch(rows, alpha, beta, scale, n_head, heads_only).view(x.shape)
     return _hadamard(rows, alpha, beta, None, scale, n_head, heads_only).view(x.shape)
 
 

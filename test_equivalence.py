@@ -318,8 +318,6 @@ def test_hadamard_half_precision_error_is_near_the_rounding_floor():
 @pytest.mark.parametrize("d, n_head, heads_only", LAYERS)
 def test_hadamard_few_rows_round_once_on_a_cpu(d, n_head, heads_only):
     "Up to 2^15 numbers go through in fp32, in few calls; more of them, in 16 bits, come out as the same to their rounding"
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     for dtype, vectors in itertools.product((torch.bfloat16, torch.float16), (torch.float32, None)):
         x = torch.randn(2 ** 15 // d + 1, d).to(dtype)
         alpha, beta = (torch.randn(d).to(vectors or dtype) for _ in range(2))
@@ -327,13 +325,6 @@ def test_hadamard_few_rows_round_once_on_a_cpu(d, n_head, heads_only):
         few, more = hadamard_affine(x[:-1], alpha, beta, n_head, heads_only), hadamard_affine(x, alpha, beta, n_head, heads_only)
         floor = error(exact[:-1].to(dtype), exact[:-1])
         assert few.dtype == dtype and error(few, exact[:-1]) < 1.001 * floor and error(more, exact) < 1.75 * floor
-        with torch.no_grad():  # where the operator is called without PyTorch's dispatcher, but for tensors that are not what they seem
-            assert torch.equal(hadamard_affine(x[:-1], alpha, beta, n_head, heads_only), few)
-            assert torch.equal(torch.vmap(lambda row: hadamard_affine(row, alpha, beta, n_head, heads_only))(x[:-1]), few)
-            kernels._factors.cache_clear()
-            with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-                assert hadamard_affine(fake.from_tensor(x[:-1]), alpha, beta, n_head, heads_only).shape == few.shape
-            assert torch.equal(hadamard_affine(x[:-1], alpha, beta, n_head, heads_only), few)
 
 
 def test_hadamard_small_fp16_gradients_survive():
