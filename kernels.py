@@ -160,7 +160,7 @@ def _blocks(x, n_head, heads_only):
 
 
 def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
-    "_transform_torch in as few calls as can be, in fp32: for generation's few rows, a call costs more than its work, in 16 bits most of all"
+    "_transform_torch in as few calls as can be, in fp32: for generation's few rows a call costs more than its work, most of all in 16 bits"
     dtype = torch.promote_types(x.dtype, torch.float32)
     (N, d), (A, B), y = x.shape, _factors(x.shape[1], n_head, heads_only, dtype, x.device), x.to(dtype)
     a, b = len(A), d // len(A)
