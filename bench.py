@@ -1011,9 +1011,11 @@ def bench_decode(args):
                 cache = model.new_cache(B, T + n)
                 cached = sum(t.nbytes for layer in cache for t in layer)
 
+            @torch.inference_mode()
             def prompt(i=0, model=model, cache=cache):
                 return model.lm_head(model.hidden(idx, cache)[:, -1]).argmax(-1, keepdim=True)        # (B, 1)
 
+            @torch.inference_mode()
             def steps(i=0, model=model, cache=cache, token=idx[:, -1:].clone()):
                 for pos in range(T, T + n):
                     token = model.lm_head(model.hidden(token, cache, pos)[:, 0]).argmax(-1, keepdim=True)  # (B, 1)
@@ -1059,6 +1061,7 @@ def generate_rows(args, m, copy):
         model.to(m.device, m.dtype)
         _, state = model(torch.randint(205, (1, n), device=m.device))
 
+        @torch.inference_mode()
         def step(model=model, state=model.rings(state, 0), token=torch.zeros(1, 1, dtype=torch.int64, device=m.device)):
             token.copy_(model.advance(token, state).argmax(-1, keepdim=True))
 

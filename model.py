@@ -572,7 +572,8 @@ class GPT(nn.Module):
         """Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token.
         The window: past block_size tokens it is cut to its last half and filled again, so that one pass over half a block serves half a
         block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly. On a GPU the
-        model and the draw are one CUDA graph for each token."""
+        model and the draw are one CUDA graph for each token. On a CPU it is faster under torch.inference_mode(), which is left to the
+        caller, as FSDP could not train a model after it."""
         size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         uniform = draws(max_new_tokens, temperature, idx, generator)
@@ -1479,8 +1480,9 @@ def main():
     with one_line():
         model = model_of(ckpt).to(m.device)
     model = model.collapse() if ckpt["kind"] == "SHAQ" else model  # its value gates are constants by now
-    out = model.generate(torch.tensor([ids], device=m.device), args.tokens, args.temperature, args.top_k,
-                         generator=torch.Generator().manual_seed(args.seed))
+    with torch.inference_mode():
+        out = model.generate(torch.tensor([ids], device=m.device), args.tokens, args.temperature, args.top_k,
+                             generator=torch.Generator().manual_seed(args.seed))
     out = (out[0] if isinstance(out, tuple) else out)[0].tolist()  # SHAQ also returns its state
     print(decode(ckpt["data"]["tokenizer"], [i for i in out if i < VOCAB_SIZE[ckpt["data"]["tokenizer"]]]))
 

@@ -2691,6 +2691,20 @@ def test_shaq_generation_is_one_graph(preset):
     assert len(graphs) == 1 and state[model.config.attn_layers[0] - 1][1][1].item() == 17
 
 
+def test_generation_in_inference_mode_is_the_same_and_what_it_keeps_does_not_harm_training():
+    for m in (make(attn_out="hadamard"), make(attn="dva"), tiny_shaq("shaq"), tiny_shaq("mean_mem", mem_len=40, mean_window=4)):
+        idx, found = torch.randint(11, (4, 12)), []
+        for mode in (torch.no_grad, torch.inference_mode):
+            kernels._factors.cache_clear()
+            with mode():
+                tokens, *state = m.generate(idx, 9, 3.0) if isinstance(m, SHAQ) else (m.generate(idx, 9, 3.0),)
+            m.zero_grad()
+            loss = m(idx[:, :-1], idx[:, 1:])
+            (loss[0] if isinstance(m, SHAQ) else loss).backward()
+            found.append([tokens, *model_py.tensors(state), *(p.grad for p in m.parameters())])
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_generation_with_a_step_run_before_it_is_recorded_gives_the_same(monkeypatch):
     "As captured() does on a GPU, where a token outside the vocabulary would end the process"
     def captured(work, device, keep=()):

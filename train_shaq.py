@@ -383,7 +383,8 @@ def main():
     if m.rank == 0:
         try:
             ids = torch.tensor([data.encode("\n")], device=m.device)
-            out = model.generate(ids, 400, 0.8, 50, generator=torch.Generator().manual_seed(s["seed"]))[0][0].tolist()
+            with torch.inference_mode():
+                out = model.generate(ids, 400, 0.8, 50, generator=torch.Generator().manual_seed(s["seed"]))[0][0].tolist()
             say("sample:" + data.decode([i for i in out if i < data.vocab_size]))
         except SystemExit:  # the tokenizer, not there, has said why
             pass
