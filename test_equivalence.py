@@ -3718,6 +3718,15 @@ def test_gpt_help_does_not_pass_the_usual_defaults_off_as_the_books(capsys):
     assert "gpt2_book and dva_book have other defaults than those below" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("script, without", [(train_gpt, ["resume"]), (train_shaq, [
+    "ff", "memory", "gates", "rnn_residual", "attn_layers", "stage2", "resume"])])  # the preset's, as --rnn says
+def test_help_says_every_default_or_what_decides_it(script, without, capsys):
+    with pytest.raises(SystemExit):
+        script.parse(["--help"])
+    flags = [" ".join(f.split()) for f in capsys.readouterr().out.split("\n  --")[1:]]
+    assert [f.split()[0] for f in flags if "(default " not in f and "the preset's" not in f] == without
+
+
 def test_data_small_promises(toy, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(pd, "time", SimpleNamespace(perf_counter=lambda: 12.0))

@@ -51,22 +51,23 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (default tiny on "
         "CUDA, else nano); gpt2_book and dva_book have other defaults than those below: see SIZES and RECIPES")
     for name, choices in CHOICES.items():
-        add(f"--{name}", choices=choices, help="what stands in the place of attention's output projection" if name == "attn_out" else
-            f"(default {getattr(GPTConfig, name)})")
+        add(f"--{name}", choices=choices, help="what stands in the place of attention's output projection " * (name == "attn_out")
+            + f"(default {getattr(GPTConfig, name)})")
     for name in ("n_layer", "n_head", "n_embd", "block_size"):
         add(f"--{name}", type=number(int, 1), help="instead of the preset's")
-    add("--bias", type=flag01, help="0: no bias in linear layers and LayerNorm")
-    add("--tie_weights", type=flag01, help="0: the head has its own matrix")
+    add("--bias", type=flag01, help="0: no bias in linear layers and LayerNorm (default 1)")
+    add("--tie_weights", type=flag01, help="0: the head has its own matrix (default 1)")
     add("--dropout", type=number(float, 0, 1), help="(default 0)")
     add("--dataset", help="a name that prepare_data.py knows or was given (default pysource, prepared at once if need be)")
     add("--data_dir", help="where prepared data lies (default data)")
     add("--out_dir", help="where ckpt.pt and log.jsonl go (default out/gpt)")
-    add("--batch_tokens", type=number(int, 1), help="tokens a step, over all processes")
-    add("--micro_batch", type=number(int, 1), help="sequences a process takes at a time; the rest is accumulated")
+    add("--batch_tokens", type=number(int, 1), help="tokens a step, over all processes (default by size: 2048 for nano, 2^18 for tiny)")
+    add("--micro_batch", type=number(int, 1),
+        help="sequences a process takes at a time; the rest is accumulated (default by size: 8 for nano, 32 for tiny)")
     add("--max_steps", type=number(int, 0), help="(default 1000 for nano, else 20 tokens per parameter)")
     add("--max_minutes", type=number(float, 0),
         help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 3 for nano, else 0)")
-    add("--lr", type=number(float, 0), help="peak learning rate")
+    add("--lr", type=number(float, 0), help="peak learning rate (default by size: 1e-3 for nano, 6e-4 for tiny)")
     add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10; nano 5e-5)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
     add("--warmup_steps", type=number(int, 0), help="linear warm-up (default 1 in 50 steps, 50 for nano)")

@@ -49,7 +49,7 @@ def parse(argv=None, prog="train_shaq.py"):
     parser = Parser(prog=prog, description=__doc__, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
     add("--preset", choices=SHAQ_PRESETS, help="(default shaq)")
-    add("--rnn", choices=["lstm", "qrnn"], help="instead of the preset's, as all of the next")
+    add("--rnn", choices=["lstm", "qrnn"], help="instead of the preset's, as all down to --n_head")
     add("--ff", choices=["boom", "ffn", "none"], help="feed-forward part of a block")
     add("--memory", choices=["full", "mean", "none"], help="what attention sees of earlier windows")
     add("--gates", type=flag01, help="gates on queries, keys and values")
@@ -69,13 +69,14 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--max_minutes", type=number(float, 0),
         help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 0 on CUDA, else 3)")
     add("--optimizer", choices=["lamb", "adamw"], help="(default lamb)")
-    add("--lr", type=number(float, 0), help="peak learning rate")
+    add("--lr", type=number(float, 0), help="peak learning rate (default 2e-3 on CUDA, else 8e-3)")
     add("--min_lr", type=number(float, 0), help="at the end of a cosine (default lr / 10)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default constant on CUDA, else cosine)")
-    add("--warmup_steps", type=number(int, 0), help="linear warm-up")
+    add("--warmup_steps", type=number(int, 0), help="linear warm-up (default 800 on CUDA, else 50)")
     add("--weight_decay", type=number(float, 0), help="(default 1.2e-6)")
     add("--grad_clip", type=number(float, 0), help="largest gradient norm, 0: no clipping (default 0.25)")
-    add("--eval_interval", type=number(int, 1), help="steps between evaluations and checkpoints")
+    add("--eval_interval", type=number(int, 1),
+        help="steps between evaluations and checkpoints (default an epoch, at most 1 in 20 of all, on CUDA, else 250)")
     add("--eval_tokens", type=number(int, 1),
         help="how much of the validation and of the test split to read, from its start (default all on CUDA, else 2^17)")
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, window lengths and dropout (default 1337)")
