@@ -1,7 +1,7 @@
 """
 Every table and figure of the papers, from measurement, with the papers' numbers beside it.
 
-    python bench.py params                                      parameter counts: instant, no weights are made
+    python bench.py params                                      parameter counts: seconds, no weights are made
     python bench.py compare --variant attn_out=dense --variant attn_out=identity --seeds=5
     python bench.py compare --model=shaq --variant preset=sharnn --variant preset=shaq --set dataset=enwik8,n_embd=256
     python bench.py kernels prefill decode train                speed; one command may name several
@@ -19,6 +19,7 @@ the flags of one.
 import argparse
 import contextlib
 import gc
+import inspect
 import itertools
 import json
 import math
@@ -101,7 +102,7 @@ def command(flags=lambda gpu: ()):
 def parse(what, argv, gpu):
     "-> arguments of the command what. All that measure have --out, --device and --dtype."
     f, flags = COMMANDS[what]
-    parser = Parser(prog=f"bench.py {what}", description=f.__doc__)
+    parser = Parser(prog=f"bench.py {what}", description=inspect.getdoc(f))
     for name, kw in flags(gpu):
         parser.add_argument(f"--{name}", **kw)
     if f is not bench_plot:
@@ -519,7 +520,7 @@ def paper_quality(kind, t):
                                            "Without any: the four output projections, or sharnn and shaq")),
     ("set", dict(action=Joined, help="name=value,.. for all variants (where not given, runs of seconds on a CPU, minutes on a GPU)")),
     ("seeds", dict(type=number(int, 1), default=5, help="how many")),
-    ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
+    ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first of them")),
     ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
     ("points", dict(type=number(int, 1), default=10, help="evaluations a run")),
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile"))))
@@ -610,7 +611,7 @@ def bench_compare(args):
 
 
 @command(lambda gpu: (
-    ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072" if gpu else "768,1024,2048", help="d")),
+    ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072" if gpu else "768,1024,2048", help="d, one or a list")),
     ("rows", dict(type=number(int, 1), default=65536 if gpu else 4096, help="rows of d numbers")),
     ("pool", dict(type=names, default="16x1024x1024,1x16384x1024" if gpu else "16x128x256", help="fo-pool's shapes, BxTxH")),
     ("heads", dict(type=names, default="2x256x768,16x1024x768" if gpu else "2x256x192", help="one wide head's shapes, BxTxd")),
@@ -865,7 +866,7 @@ def compilers(workers):
 
 @command(lambda gpu: (
     ("sm", dict(type=int, choices=[80, 86, 89, 90, 100, 120], default=90, help="compute capability")),
-    ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072", help="d, those of SIZES"))))
+    ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072", help="d, one or a list, of model.py's SIZES"))))
 def bench_code(args):
     """Instructions an element in the machine code of the Triton kernels, compiled for a GPU that need not be there, beside what an H200 can
     issue while the bytes that must move do so at nine tenths of its memory's rate."""
@@ -941,7 +942,7 @@ def gain_cells(variant, gain, gain_error, share):
 
 def speed_flags(gpu, batch, T):
     return (("sizes", dict(type=names, default="tiny,small,base,large" if gpu else "nano", help=", ".join(GPTS))),
-            ("batch", dict(type=numbers, default=batch, help="one or a list")),
+            ("batch", dict(type=numbers, default=batch, help="sequences, one or a list")),
             ("T", dict(type=numbers, default=T, help="tokens of the prompt, one or a list")),
             ("compile", dict(type=listed(flag01), default="0,1" if gpu and kernels.triton else "0",
                              help="torch.compile of the blocks: 0, 1 or 0,1")),
