@@ -3718,6 +3718,12 @@ def test_gpt_help_does_not_pass_the_usual_defaults_off_as_the_books(capsys):
     assert "gpt2_book and dva_book have other defaults than those below" in " ".join(capsys.readouterr().out.split())
 
 
+def test_bench_help_has_its_docstrings_without_the_sources_indentation(capsys):
+    with pytest.raises(SystemExit):
+        bench.parse("kernels", ["--help"], False)
+    assert "\nfla-core's kernel;" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("script, without", [(train_gpt, ["resume"]), (train_shaq, [
     "ff", "memory", "gates", "rnn_residual", "attn_layers", "stage2", "resume"])])  # the preset's, as --rnn says
 def test_help_says_every_default_or_what_decides_it(script, without, capsys):
