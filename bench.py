@@ -307,11 +307,6 @@ class Peak:
 # params: [1, table 2], v1's table 3, [2]'s totals, [3, tables 1 and 2]
 
 
-def printed(text):
-    "'1.3B' -> 1.3e9, '-7.1M' -> -7.1e6"
-    return float(text[:-1]) * {"M": 1e6, "B": 1e9}[text[-1]]
-
-
 def count_params(kind, **config):
     with torch.device("meta"):
         model = GPT(GPTConfig(**config)) if kind == "gpt" else SHAQ(SHAQConfig(**config))
@@ -326,9 +321,9 @@ def bench_params(args):
 
     def add(name, paper, n):
         exact = isinstance(paper, int)
-        rows.append((name, f"{paper:,}" if exact else paper, f"{n:,}",
-                     f"{n - paper:+,}" if exact else f"{(n - printed(paper)) / 1e6:+.2f}M"))
-        record(args, name=name, paper=paper if exact else printed(paper), measured=n)
+        value = paper if exact else float(paper[:-1]) * {"M": 1e6, "B": 1e9}[paper[-1]]  # '-7.1M' -> -7.1e6
+        rows.append((name, f"{paper:,}" if exact else paper, f"{n:,}", f"{n - paper:+,}" if exact else f"{(n - value) / 1e6:+.2f}M"))
+        record(args, name=name, paper=value, measured=n)
 
     for size, paper in MILLIONS.items():
         dense, hadamard = (count_params("gpt", **SIZES[size], attn_out=out) for out in OUTS[:2])
