@@ -813,12 +813,11 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
     compiled = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps))
     tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump")
-    with tempfile.TemporaryDirectory() as folder:
-        with open(os.path.join(folder, "cubin"), "wb") as f:
-            f.write(compiled.asm["cubin"])
-        usage, text = (subprocess.run([tool, flag, f.name], capture_output=True, text=True, check=True).stdout
-                       for flag in ("-res-usage", "-sass"))
-    found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    with tempfile.NamedTemporaryFile() as f:
+        f.write(compiled.asm["cubin"])
+        f.flush()
+        text = subprocess.run([tool, "-res-usage", "-sass", f.name], capture_output=True, text=True, check=True).stdout
+    found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     lines = [(int(at, 16), op, rest) for at, op, rest in
              re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", text) if op != "NOP"]
     jumps = [(int(to[1], 16), at) for at, op, rest in lines if op.startswith("BRA") and (to := re.search(r"0x([0-9a-f]+)", rest))]
