@@ -514,7 +514,7 @@ def paper_quality(kind, t):
     ("points", dict(type=number(int, 1), default=10, help="evaluations a run")),
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile"))))
 def bench_compare(args):
-    """Two or more variants on the same data in the same order, from the same initial values of the weights they share, with k seeds.
+    """Variants on the same data in the same order, from the same initial values of the weights they share, with k seeds.
     The first is the baseline: each other's loss minus its loss, seed by seed, is averaged, and its standard error is that over seeds.
     --equal=flops and --equal=time give each variant as many steps as the baseline's FLOPs or seconds allow; schedules are stretched."""
     m, kind = start(args), args.model
@@ -529,8 +529,6 @@ def bench_compare(args):
     default = f"{small},eval_tokens=8192" if m.device.type == "cpu" else f"{large},eval_tokens=65536"
     common = settings(kind, default if args.set is None else args.set, "--set")
     variants = [settings(kind, t, "--variant") for t in texts]
-    if len(texts) < 2:
-        die("compare needs two --variant flags or more")
     settled = [s | c for s, c in (SCRIPT[kind].settle(common | v, {}, m) for v in variants)]
     for text, v, s in zip(texts, variants, settled):
         if other := [k for k in SAME if s.get(k) != settled[0].get(k)]:

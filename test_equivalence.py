@@ -4397,7 +4397,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
     for argv, words in (
         (["compares"], "did you mean compare?"), ([], "say what"),
         *((["compare", "--variant=", f"--variant={n}=4"], "--set") for n in ("batch_tokens", "dataset", "block_size", "eval_tokens")),
-        (["compare", "--model=shaq", "--variant=", "--variant=bptt=9"], "--set"), (["compare", "--variant=lr=1"], "two --variant"),
+        (["compare", "--model=shaq", "--variant=", "--variant=bptt=9"], "--set"),
         *((["compare", f"--equal={e}", "--variant=", "--variant=max_steps=9"], f"--equal={e} decides") for e in ("steps", "flops")),
         (["compare", "--variant=seed=1"], "seed is not for"), (["compare", "--set=max_steps=0"], "max_steps=0"),
         (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"), (["scaling", "--set=lr=1"], "rates in --lr"),
