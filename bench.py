@@ -1341,8 +1341,6 @@ def bench_eval(args):
         ckpt = load_checkpoint(args.ckpt)
     if ckpt["kind"] != "GPT":
         die(f"{args.ckpt} is a checkpoint of train_shaq.py: eval takes one of train_gpt.py")
-    with one_line():
-        model = model_of(ckpt)
 
     class Harness(Scorer, LM):
         def generate_until(self, requests):
@@ -1357,7 +1355,7 @@ def bench_eval(args):
     if unknown:
         die(f"--tasks: lm_eval knows no {unknown[0]!r}{nearest(unknown[0], tasks.all_tasks)}; tasks of your own: --include_path=FOLDER")
     try:
-        found = simple_evaluate(Harness(model, ckpt["data"]["tokenizer"], m, args.batch), tasks=args.tasks, task_manager=tasks,
+        found = simple_evaluate(Harness(model_of(ckpt), ckpt["data"]["tokenizer"], m, args.batch), tasks=args.tasks, task_manager=tasks,
                                 limit=args.limit, bootstrap_iters=0, log_samples=False)
     except OSError as e:
         die(f"lm_eval could not load its data ({str(e).splitlines()[0]}): "
