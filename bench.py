@@ -1274,8 +1274,7 @@ def bench_scaling(args):
 
 class Scorer:
     """What lm_eval.api.model.LM asks of a GPT for multiple choice; a request carries its strings in .args. prefix is the token before
-    everything where there is no context: <|endoftext|>, or a newline for bytes. Log-likelihoods are summed over the continuation's tokens,
-    in fp32."""
+    everything where there is no context."""
 
     def __init__(self, model, tokenizer, m, batch=16):
         super().__init__()
@@ -1324,12 +1323,11 @@ class Scorer:
 @command(lambda gpu: (
     ("ckpt", dict(default="out/gpt/ckpt.pt", help="checkpoint of train_gpt.py")),
     ("tasks", dict(type=names, default="piqa,hellaswag,openbookqa,arc_easy,blimp", help="names that lm_eval knows, of multiple choice")),
-    ("include_path", dict(help="folder with task files (YAML) of your own")),
+    ("include_path", dict(help="folder with task files (YAML) of your own, offline")),
     ("limit", dict(type=number(int, 1), help="only so many questions of each")),
     ("batch", dict(type=number(int, 1), default=16, help="sequences at a time"))))
 def bench_eval(args):
-    """Zero-shot tasks by EleutherAI's lm_eval (pip install lm_eval): its prompts, its data, its scores. --include_path has tasks of your
-    own, offline."""
+    "Zero-shot tasks by EleutherAI's lm_eval (pip install lm_eval): its prompts, its data, its scores."
     m = start(args)
     try:
         from lm_eval import simple_evaluate
