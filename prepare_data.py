@@ -149,8 +149,6 @@ class Parser(argparse.ArgumentParser):
         args = list(sys.argv[1:] if args is None else args)
         flags = {s.replace("-", "_"): s for s in self._option_string_actions}
         for i, arg in enumerate(args):
-            if arg == "--":
-                break
             flag, equals, value = arg.partition("=")
             if flag.startswith("--"):  # looked up before argparse sees it, so that a typo is reported as a typo
                 if flag.replace("-", "_") not in flags:
