@@ -1630,11 +1630,7 @@ def main(argv=None):
     known("WHAT", what, COMMANDS)
     gpu = on_gpu(argv)
     for name, args in [(name, parse(name, argv, gpu)) for name in what]:  # all are parsed first: a flag that the last lacks ends this now
-        try:
-            COMMANDS[name][0](args)
-        except torch.OutOfMemoryError as e:
-            die(f"{name}: out of memory ({str(e).split('. ')[0]}): measure smaller sizes or batches; "
-                "what was measured before is in the records")
+        COMMANDS[name][0](args)
 
 
 if __name__ == "__main__":
