@@ -16,6 +16,7 @@ import operator
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import struct
@@ -464,6 +465,9 @@ def test_hadamard_triton_takes_what_it_can_hold():
     takes = lambda dtype, d: kernels._on_triton(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, d), element_size=lambda: 4), 1, False)
     assert not takes(torch.int32, 64) and not takes(torch.float64, 64) and not takes(torch.float32, 2**17)
     assert takes(torch.float32, 64) == takes(torch.float32, 2**16) == (kernels.triton is not None)
+    said = [kernels.hadamard_path(d, device) for d, device in ((64, "cpu"), (64, "cuda:1"), (2**17, "cuda"))]  # for the log
+    assert said == ["PyTorch, two small dense factors", *(("Triton kernel", "PyTorch, as the Triton kernel has no plan for this width")
+                                                          if kernels.triton else ["PyTorch, as Triton is not installed"] * 2)]
 
 
 @pytest.mark.parametrize("half, use", [(0, lambda mine, x: mine.hadamard_affine(x, x[0], x[1]).mul(2)),
@@ -1353,6 +1357,8 @@ def test_run_machine_says_what_it_chose(monkeypatch):
         monkeypatch.setattr(model_py.Machine, "all", lambda self, done: asked.append(done))
         asked = []
         assert machine("cpu").dtype == torch.float32 and asked == [False]  # rate is 0.6 by now
+    monkeypatch.setattr(model_py, "product_rate", lambda device, dtype, n: 3.0 if dtype == torch.bfloat16 else 1.0)
+    assert "float32, as another process is no faster in bfloat16" in machine("cpu").note and asked == [False, True]
     monkeypatch.undo()
     x = torch.randn(3)
     assert m.mean(x) is x
@@ -1664,6 +1670,10 @@ def test_train_on_gpt2_tokens_pads_the_vocabulary_and_prints_none_of_the_padding
     monkeypatch.setattr(GPT, "generate", lambda *a: torch.tensor([[97, 50303, 98]]))
     status, out, err, log = train("--dataset=x", f"--data_dir={tmp_path}", "--max_steps=0")
     assert status == 0 and log[0]["config"]["vocab_size"] == 50304 and "sample:ab\n" in out
+    monkeypatch.setattr(pd, "gpt2", lambda: pd.die("no tiktoken"))  # as on a cluster's node: it costs the sample, not the run
+    result = train("--dataset=x", f"--data_dir={tmp_path}", "--max_steps=0", out="other")
+    one_line(result, "no tiktoken", status=0)
+    assert "sample:" not in result[1] and "other/ckpt.pt: the model" in result[1]
 
 
 def test_train_micro_batches_do_not_change_the_curve(train):
@@ -1718,6 +1728,10 @@ def test_train_stopped_just_before_an_evaluation_makes_it_on_resume(train, tmp_p
     with open(tmp_path / "out/log.jsonl", "a") as f:
         f.write('{"step": 3, "lo')  # a crash cut a line short
     assert losses(train("--resume")[3]) == whole
+    monkeypatch.setattr(train_gpt, "StopSignal", Stops)
+    monkeypatch.setattr(train_gpt, "write_or_warn", lambda path, f: False)  # a full disk: what is not saved is not said to be
+    status, out, *_ = train(out="full")
+    assert status == 130 and "step 2/6" in out and "saved" not in out
 
 
 def test_train_max_minutes_shortens_the_schedule_at_the_pace_of_the_first_25_steps(train, tmp_path, monkeypatch):
@@ -1869,6 +1883,7 @@ BAD_FLAGS = [
     (1, ["--attn_out=head_hadamard", "--n_head=6", "--n_embd=96"], ["n_head", "6", "4 and 8"]),
     (1, ["--attn=dva"], ["attn=dva", "attn_out"]), (1, ["--batch_tokens=300"], ["--batch_tokens=300", "take 256"]),
     (1, ["--batch_tokens=288", "--micro_batch=2"], ["--batch_tokens=288", "take 256"]),
+    (1, ["--batch_tokens=262144"], ["the training data has", "takes 8192 windows of 32: lower --batch_tokens"]),
     (1, ["--batch_tokens=8"], ["--batch_tokens=8", "take"]), (1, ["--block_size=65536", "--batch_tokens=65536"], ["--block_size"]),
     (1, ["--dropout=1"], ["dropout"]), (2, ["--lr=inf"], ["--lr", "inf"]), (2, [f"--seed={2**70}"], ["--seed"]),
     (1, ["--dataset=minee"], ["minee", "not prepared", "--input FILE... --name minee"]),
@@ -2758,6 +2773,9 @@ def test_shaq_impossible_settings_and_states_are_one_line():
         refuses(lambda: model.generate(idx, 2, temperature=-1), "temperature=-1")
     model.blocks[1].extra = torch.nn.Parameter(torch.randn(3))
     refuses(model.init_weights, "blocks.1.extra", kind=RuntimeError)
+    gpt = make()
+    gpt.h[0].extra = nn.Parameter(torch.ones(3))
+    refuses(gpt.init_weights, "h.0.extra", kind=RuntimeError)
 
 
 def lamb_parameters():
@@ -2795,6 +2813,7 @@ def test_lamb_leaves_parameters_without_gradient_and_survives_a_zero_gradient():
     assert LAMB(params).step(lambda: 7.0) == 7.0
     assert torch.equal(params[0], before[0]) and not torch.equal(params[1], before[1])
     assert torch.equal(params[2], before[2]) and torch.equal(params[3], before[3])  # |step| = 0: no NaN
+    LAMB([dict(params=params[:1]), dict(params=params[1:])]).step()  # a group that is frozen as a whole
 
 
 def test_lamb_never_waits_for_the_device():
@@ -2876,6 +2895,8 @@ def test_train_shaq_evaluation_by_hand():
     found = train_shaq.evaluate(m, tokens, 2**62, dict(bptt=20), machine("cpu", "float32"), streams=2)  # 4 windows of 20, one of 10
     rows = torch.from_numpy(np.stack([tokens[:91], tokens[90:]]))
     assert m.training and found == pytest.approx(m.eval()(rows[:, :-1], rows[:, 1:])[0].item(), rel=1e-5)
+    third = replace(machine("cpu", "float32"), rank=2, world=3)  # fewer streams than processes: each reads all, and asks no other
+    assert train_shaq.evaluate(m, tokens, 2**62, dict(bptt=20), third, streams=2) == found
 
 
 def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_shaq_here, text_data, tmp_path, monkeypatch):
@@ -2896,7 +2917,12 @@ def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_s
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as e:
         patch.setattr(train_shaq, "StopSignal", Stops)
         train_shaq_here("--max_steps=6", "--eval_interval=3", cut)
-    assert e.value.code == 130
+    assert e.value.code == 130 and "; saved step 3" in capsys.readouterr().out
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(train_shaq, "StopSignal", Stops)
+        patch.setattr(train_shaq, "write_or_warn", lambda path, f: False)  # a full disk: what is not saved is not said to be
+        train_shaq_here("--max_steps=6", "--eval_interval=3", f"--out_dir={tmp_path / 'full'}")
+    assert "saved" not in capsys.readouterr().out
     train_shaq_here("--resume", cut)
     one, two = (losses(records(tmp_path / name)) for name in ("whole", "cut"))
     assert one == two and list(one[1]) == [0, 3, 6]
@@ -3028,13 +3054,15 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(text_data, preset, opti
     assert {r["lr"] for r in records(text_data / "whole") if "lr" in r} == {8e-3}
     if preset == "sharnn":  # the published second stage: fresh optimiser, half the rate, from the best weights
         best = load_checkpoint("whole/best.pt")
-        torch.save(best | dict(settings=best["settings"] | dict(schedule="cosine")), "whole/best.pt")  # as a laptop's would be
+        laptop = dict(schedule="cosine", device="mps")
+        torch.save(best | dict(settings=best["settings"] | laptop), "whole/best.pt")
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
             patch.setattr(train_shaq, "StopSignal", lambda: SimpleNamespace(number=15))
             train_shaq_here("--stage2=whole/best.pt", "--out_dir=second")
         out, (first, *log) = capsys.readouterr().out, records(text_data / "second")
         length = (len(pd.load_dataset("mine", str(text_data / "data")).train) - 1) // 2
         assert f"lr {8e-3 / 2:g} constant" in out and first["settings"]["epochs"] == 5
+        assert "--dtype and --compile stay as on mps" in first["machine"]
         assert (first["settings"]["max_minutes"], first["settings"]["paced"]) == (0.0, False)  # not the first stage's
         assert first["settings"]["min_lr"] == pytest.approx(8e-3 / 2 / 10) and log[0]["val_loss"] == pytest.approx(best["best"], rel=1e-5)
         assert first["settings"]["max_steps"] == math.ceil(5 * length / train_shaq.average_length(first["settings"]["seed"], 20))
@@ -3123,6 +3151,7 @@ def test_train_shaq_flags_reach_the_model(train_shaq_here, tmp_path):
     first, *rest = records(tmp_path / "flags")
     assert {k: first["config"][k] for k in model} == model and first["config"]["mean_window"] == 20 and first["config"]["vocab_size"] == 256
     assert [r["lr"] for r in rest if "lr" in r] == pytest.approx([1e-3, 1e-3, 3e-4])
+    assert [r["tokens"] for r in rest if "tokens" in r] == [2 * train_shaq.window_length(3, i, 20) for i in range(3)]  # the seed's
     optimizer = torch.load(tmp_path / "flags/ckpt.pt", weights_only=True)["optimizer"]
     moments = [s["exp_avg"] for s in optimizer["state"].values()]
     assert all(t.any() for t in moments)  # grad_clip=0 is no clipping, not no gradient
@@ -3145,6 +3174,7 @@ train_shaq.run(train_shaq.main)
 
 def test_train_shaq_two_processes_are_one(text_data, train_shaq_here):
     flags = "--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3"
+    pd.prepare(str(text_data / "data/mine"), "mine", "byte", random_words(1500), "", percent=(80, 90))  # with a test split
     train_shaq_here(*flags, f"--out_dir={text_data / 'one'}")
     (text_data / "samples.py").write_text(SAMPLES.format(here=str(HERE)))
     assert "sample:" in _train_shaq(text_data, *flags, "--out_dir=two", tool=TORCHRUN, script="samples.py").stdout
@@ -3156,6 +3186,8 @@ def test_train_shaq_two_processes_are_one(text_data, train_shaq_here):
             assert r["mfu"] * 2e9 == pytest.approx(r["tokens_per_s"] * flops)
     one, two = (losses(records(text_data / out)) for out in ("one", "two"))
     assert len(one[0]) == 6 and all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two))
+    a, b = ([r["test_loss"] for r in records(text_data / out) if "test_loss" in r] for out in ("one", "two"))
+    assert len(a) == 1 and a == pytest.approx(b, abs=2e-5)  # said once, of both
     a, b = (tensors(torch.load(text_data / out / "ckpt.pt", weights_only=True)["state"]) for out in ("one", "two"))
     assert len(a) == len(b) and all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a, b))  # the streams in their order
 
@@ -3320,6 +3352,8 @@ def test_data_bin_roundtrip_across_shards(tmp_path):
     assert len(t) == 1000 and t[:].dtype == np.int64
     for a, b in [(0, 1000), (0, 1), (0, 2), (599, 601), (1, 600), (7, 7), (-5, None), (990, 2000), (500, 3)]:
         assert np.array_equal(t[a:b], tokens[a:b]), (a, b)
+    with pytest.raises(IndexError):
+        t[::2]
     head = np.fromfile(paths[1], "<i4", 256)  # llm.c's header
     assert head[:3].tolist() == [20240520, 1, 599] and not head[3:].any()
     assert os.path.getsize(paths[1]) == 1024 + 2 * 599
@@ -3340,7 +3374,7 @@ def test_data_damaged_bin_is_one_line(tmp_path, capsys):
     assert not (tmp_path / "d.bin").exists()
 
 
-def test_data_pysource_is_prepared_on_demand_and_the_same_again(tmp_path, capsys):
+def test_data_pysource_is_prepared_on_demand_and_the_same_again(tmp_path, capsys, monkeypatch):
     pd.load_dataset("pysource", str(tmp_path))
     d = pd.load_dataset("pysource", str(tmp_path))
     raw, about = pd.pysource()
@@ -3353,6 +3387,13 @@ def test_data_pysource_is_prepared_on_demand_and_the_same_again(tmp_path, capsys
     before = os.stat(tmp_path / "pysource" / "train.bin").st_mtime_ns
     pd.load_dataset("pysource", str(tmp_path))
     assert os.stat(tmp_path / "pysource" / "train.bin").st_mtime_ns == before
+    monkeypatch.setattr(pd, "pysource", lambda: (b"a text of twenty bytes", "a text"))
+    pd.main([f"--data_dir={tmp_path / 'typed'}"])  # without a name
+    assert len(pd.load_dataset("pysource", str(tmp_path / "typed")).val) == 3
+    with monkeypatch.context() as patch:  # waited for another process, which has prepared it by now
+        patch.setattr(pd, "alone", lambda folder: contextlib.nullcontext(shutil.copytree(tmp_path / "typed/pysource", folder)))
+        patch.setattr(pd, "pysource", lambda: pytest.fail("prepared again, under the other's feet"))
+        assert len(pd.load_dataset("pysource", str(tmp_path / "waited")).val) == 3
     fails(capsys, lambda: pd.load_dataset("enwik8", str(tmp_path)), f"python prepare_data.py enwik8 --data_dir={tmp_path}")
     fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path)), "--input FILE... --name mine")
     (tmp_path / "mine").mkdir()
@@ -3450,8 +3491,12 @@ def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys, monkeypa
           hashlib.sha256(text[:-1]).hexdigest())
 
 
-def test_data_no_network_names_the_ways_out(corpus, capsys):
+def test_data_no_network_names_the_ways_out(corpus, capsys, monkeypatch):
     fails(capsys, lambda: pd.main(["enwik8", f"--data_dir={corpus[2]}"]), "refused", "--url", "--from_file")
+    with monkeypatch.context() as patch:
+        gone = pd.urllib.error.HTTPError("", 404, "Not Found", {}, None)
+        patch.setattr(pd.urllib.request, "urlopen", unittest.mock.Mock(side_effect=gone))
+        fails(capsys, lambda: pd.main(["enwik8", f"--data_dir={corpus[2]}"]), "(404 Not Found)", "--url", "--from_file")
     assert not os.path.exists(f"{corpus[2]}/enwik8")
     with server(corpus[1], cut=(1000, 0)) as (url, _):
         main = lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={corpus[2]}"])
@@ -3574,7 +3619,7 @@ def test_data_a_folder_whose_preparation_failed_is_still_prepared_by_one_alone(t
         thread.join()
 
 
-def test_data_what_goes_wrong_anywhere_is_one_line(capsys):
+def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
     from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
     def ends(error):
         def main():
@@ -3594,6 +3639,14 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys):
         with pytest.raises(type(error)):
             ends(error)()
     fails(capsys, lambda: pd.die("two\n  lines"), "error: two lines")
+    with contextlib.redirect_stdout(io.StringIO()):  # a notebook's %run has streams that cannot be reconfigured
+        pd.run(lambda: None)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "some/folder")
+    for module, words in ((None, ["pip install tiktoken"]),
+                          (SimpleNamespace(get_encoding=unittest.mock.Mock(side_effect=OSError("no route"))),
+                           ["r50k_base (OSError)", " 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4 in a folder", "(now some/folder)"])):
+        monkeypatch.setitem(sys.modules, "tiktoken", module)
+        fails(capsys, pd.gpt2.__wrapped__, *words)
 
 
 def test_data_a_run_outlives_its_terminal(tmp_path, capsys, monkeypatch):
@@ -3738,7 +3791,11 @@ def test_data_small_promises(toy, monkeypatch, capsys):
         patch.setattr(pd, "time", SimpleNamespace(perf_counter=lambda: 12.0))
         patch.setattr(pd.progress, "last", -1e9)
         pd.progress(30e6, 50e6, 2.0, "x", start=10e6)  # 20 MB in 10 seconds, 10 MB were there before
-    assert capsys.readouterr().err == "x: 30.0 of 50.0 MB (60%), 2.0 MB/s, 0m10s left\n"
+        patch.setattr(pd.progress, "last", -1e9)
+        pd.progress(30e6, None, 2.0, "x")  # of a server that does not say how long
+        patch.setenv("PATH", "")
+        assert pd.git_commit() == ""  # no git
+    assert capsys.readouterr().err == "x: 30.0 of 50.0 MB (60%), 2.0 MB/s, 0m10s left\nx: 30.0, 3.0 MB/s\n"
     for pace, steps, left in ((1.0, 100, 60), (9.0, 100, 25), (1.0, 50, 50), (0.0, 100, 100)):  # never longer than it was
         s = dict(paced=False, max_minutes=1, max_steps=steps, warmup_steps=2)
         pd.shorten(s, 25, pace, lambda text: None)
@@ -3926,6 +3983,9 @@ def test_bench_params_are_the_papers(tmp_path, capsys):
         assert (r["paper"] == r["measured"]
                 or abs(r["measured"] - r["paper"]) <= unit * (1 if name in ("mean_mem", "no_gates") else 0.5)), name
     assert "| tiny, saved | -7.1M | -7,068,672 | +0.03M |" in capsys.readouterr().out
+    chosen = [bench.start(bench.parse("params", ["--device=cpu", f"--dtype={dtype}"], False)).dtype for dtype in ("float32", "bfloat16")]
+    assert chosen == [torch.float32, torch.bfloat16]  # whatever would be faster
+    fails(capsys, lambda: bench.main(["params", f"--device={ABSENT}"]), "take --device=cpu")
 
 
 def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data, capsys, monkeypatch):
@@ -3978,6 +4038,9 @@ def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data, capsys):
 
 def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, capsys, monkeypatch):
     made = []
+    with torch._dynamo.config.patch(recompile_limit=8), unittest.mock.patch.object(torch._dynamo, "reset") as reset:
+        bench.fresh_compiler()
+        assert reset.called and torch._dynamo.config.recompile_limit == 256
     monkeypatch.setattr(nn.Module, "compile", lambda self, **kw: made.append((type(self).__name__, kw)))
     monkeypatch.setattr(bench, "fresh_compiler", lambda: made.append("fresh"))
     small = "n_layer=1,n_embd=8,n_head=2"
@@ -4081,7 +4144,7 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
 
 @pytest.mark.parametrize("argv", [
     pytest.param(["code", "--widths=768", "--sm=80"], marks=needs_triton),
-    ["kernels", "--widths=96,32", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1"],
+    ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1"],
     ["prefill", "--sizes=nano", "--batch=3", "--T=4,8", "--runs=1"],
     ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1", "--presets=shaq,sharnn"],
     ["train", "--rounds=1", "--set=n_layer=1,n_embd=32,n_head=2,batch_tokens=64,block_size=32", f"--shaq_set={SHAQ_SET}"],
@@ -4143,7 +4206,8 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         found = share("affine_norm", 32)  # twice the bytes of a copy, five times backward; of fo-pooling twice and 5.5 times
         assert found["one pass", False] == 2 * 1.5 / 2.5 and found["one pass", True] == 5 and "24 rows of 32" in tables[3]
         found = share("fo_pool", None)
-        assert found["fo-pool", False] == 2 * 1.5 / 2.5 and found["fo-pool", True] == 5.5 and "fo-pool, B 1, T 128, H 4;" in tables[4]
+        assert found["fo-pool", False] == 2 * 1.5 / 2.5 and found["fo-pool", True] == 5.5 and "fo-pool, B 1, T 128, H 4;" in tables[5]
+        assert "24 rows of 36" in tables[4] and not share("affine_norm", 36)  # which is no one pass anywhere
         affine, norm, pool, ways = (layers[key] for key in (("affine", 32), ("affine_norm", 32), ("fo_pool", None), ("attention", 24)))
         for out, heads_only in (("hadamard", False), ("head_hadamard", True)):  # each is what its name says
             y, (x,), (alpha, beta) = affine[out]
@@ -4292,6 +4356,9 @@ def test_bench_code_compiles_what_its_flags_name(tmp_path, capsys, monkeypatch):
                  "its gradients of alpha and beta, the loop | 8 | 55 | 5.0 | 6.0", "its gradients, the loop | 28 | 192 | 16.0 | "):
         assert f"| {line} |\n" in printed, line  # 132 x 128 lanes at 1.755 GHz over 4.32 TB/s: 6.86 a byte
     assert "(sm_100, fp32, Triton " in printed
+    monkeypatch.setattr(bench, "compilers", lambda workers: contextlib.nullcontext(
+        SimpleNamespace(submit=lambda *a: SimpleNamespace(result=lambda: operator.index("")))))
+    fails(capsys, lambda: bench_run(tmp_path, "code"), "could not compile hadamard_affine for sm_90 ('str' object")
 
 
 def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monkeypatch):
@@ -4334,6 +4401,11 @@ def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monke
         raise ValueError("Duplicate task 'piqa'")
     monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", refuses)
     fails(capsys, lambda: bench.main([*argv, "--device=cpu"]), "error: eval: Duplicate task 'piqa'")
+    monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", unittest.mock.Mock(side_effect=OSError("no route\nto host")))
+    fails(capsys, lambda: bench.main([*argv, "--device=cpu"]), "load its data (no route)", "--include_path")
+    fails(capsys, lambda: asked["lm"].loglikelihood_rolling([]), "scores multiple choice")
+    save_model(tmp_path / "shaq.pt", tiny_shaq())
+    fails(capsys, lambda: bench.main(["eval", f"--ckpt={tmp_path}/shaq.pt", "--device=cpu"]), "shaq.pt is a checkpoint of train_shaq.py")
 
 
 def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, capsys, monkeypatch):
@@ -4401,6 +4473,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         *((["compare", f"--equal={e}", "--variant=", "--variant=max_steps=9"], f"--equal={e} decides") for e in ("steps", "flops")),
         (["compare", "--variant=seed=1"], "seed is not for"), (["compare", "--set=max_steps=0"], "max_steps=0"),
         (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"), (["scaling", "--set=lr=1"], "rates in --lr"),
+        (["scaling", "--sizes=nano,nano"], "two sizes or more"),
         (["prefill", "--sizes=tny"], "did you mean tiny?"), (["train", "--sizes=gpt2_book"], "'gpt2_book' is none of nano"),
         (["kernels", "--widths=71"], "nearest that work"),
         (["kernels", "--pool=3"], "expected BxTxH"), (["kernels", "--heads=1x8x16"], "a multiple of 12"),
@@ -4425,8 +4498,13 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
                         (["scaling", "--sizes=nano,dva_book"], "--set dataset=NAME")):
         fails(capsys, lambda: bench.main(argv), words)
     assert bench.settings("shaq", "attn_layers=2,4, n_embd=32", "") == dict(attn_layers=(2, 4), n_embd=32)
+    monkeypatch.setattr(kernels, "triton", None)
+    fails(capsys, lambda: bench.main(["code"]), "pip install triton")
     monkeypatch.setattr(bench, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 2, ""))
     fails(capsys, lambda: bench.main(["params"]), "without torchrun")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--help"])
+    runpy.run_path(bench.__file__, run_name="__main__")
+    assert "python bench.py eval --ckpt=" in capsys.readouterr().out
 
 
 def test_bench_prints_a_papers_figure_beside_the_papers_model_alone():
@@ -4588,6 +4666,7 @@ def test_bench_eval_log_likelihoods_are_those_computed_by_hand(capsys, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(bench, "encode", lambda tokenizer, text: [text])
         fails(capsys, lambda: scorer.pair("The", "re"), "'re' adds no token", "'The'")
+    fails(capsys, lambda: scorer.score([([10], list(range(17)))]), "continuation of 17 tokens", "block_size of 16")
     # a context longer than the model takes is cut on its left
     long = list(b"a context that is far longer than sixteen")
     assert scorer.score([(long, list(b"end"))])[0][0] == pytest.approx(scorer.score([(long[-14:], list(b"end"))])[0][0], abs=1e-5)
@@ -4707,7 +4786,7 @@ def test_bench_plot_draws_what_the_records_say():
             for c, lr, v in ((1, 0.1, 4), (1, 0.1, 6), (1, 0.2, 3), (1, 0.2, 8), (9, 0.2, 2), (81, 0.1, 7))]
     (_, fig), = bench.plot_scaling(plt, runs)  # interrupted in the last size, whose better rate may be still to come
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[1, 5], [9, 2]] and not [*bench.plot_scaling(plt, runs[-1:])]
-    (_, fig), = bench.plot_scaling(plt, [*runs[:-1], dict(variant="dense", exponent=-0.4)])
+    (_, fig), = bench.plot_scaling(plt, [*runs[:-1], dict(variant="dense", exponent=-0.4), runs[0] | dict(variant="identity")])
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[1, 5], [9, 2]]  # at the better rate of each size
     assert fig.axes[0].lines[0].get_label() == f"dense, loss ~ FLOPs^{math.log(2 / 5, 9):.3f}"
     assert [ax.get_ylabel() for ax in fig.axes] == ["validation loss, nats per byte", "validation loss, nats per token"]
@@ -4723,6 +4802,7 @@ def test_bench_plot_draws_what_the_records_say():
     latency, rate = ([line.get_xydata().tolist() for line in ax.lines] for ax in fig.axes)
     assert latency[0] == [[2, 2e3], [1024, 1024e3]] and [[1024, 33.157]] in latency and [[1024, 32.366]] in latency
     assert rate[1] == [[2, 3], [1024, 1025]] and name == "prefill_tiny_compiled" and fig.axes[0].get_xlabel() == "batch, sequences"
+    assert not [*bench.plot_heatmap(plt, few[:4])]  # one point
     (_, fig), = bench.plot_logs(plt, [dict(title="a", curve=[(0.0, 0, 7.0), (1.5, 9, 5.0)])])
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[0, 7], [1.5, 5]]
     (_, fig), = bench.plot_decode(plt, [dict(size="nano", T=1, batch=2, variant="dense", tokens_per_s=v, new_tokens=1) for v in (7, 5)])
@@ -4749,8 +4829,11 @@ def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys, monkeypatch
     bench_run(tmp_path, "compare", "--model=shaq", "--variant=preset=sharnn", "--variant=preset=shaq", common(bench_data, SHAQ_SET),
               "--seeds=2", "--points=2")
     argv = ["plot", f"--records={tmp_path}", f"--assets={tmp_path}/assets"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        fails(capsys, lambda: bench.main(argv), "pip install matplotlib")
     if importlib.util.find_spec("matplotlib") is None:
-        return fails(capsys, lambda: bench.main(argv), "pip install matplotlib")
+        return
     bench_run(tmp_path, "prefill", "--batch=1,2", "--T=4,8", "--runs=1")
     bench_run(tmp_path, "decode", "--batch=1,2", "--T=2", "--new_tokens=1", "--runs=1", "--presets=shaq")
     bench_run(tmp_path, "scaling", "--sizes=1x8,1x16", "--tokens_per_param=0.2", "--lr=1e-3",
