@@ -241,7 +241,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 # H_A (x) H_NT (x) H_C. That is the layer's H for 16 heads of 96 = 12 * 8. A mix over heads alone is NT = h, INNER = 0. There a program
 # takes CW of a head's C channels, or C = 96 stand in tiles of CW = 128; elsewhere CW is C.
 # Floor in 16 bits: 4 bytes an element. Instructions an element on sm_90 (27 keep up with nine tenths of an H200's memory), from
-# ahead-of-time compilation: 12.7 for d = 1024, 16.2 for 768, by butterflies 22 to 31; in fp32 the budget is twice that.
+# ahead-of-time compilation: 12.7 for d = 1024, 16.2 for 768, by butterflies 23 to 31; in fp32 the budget is twice that.
 
 if triton is not None:
 
@@ -414,7 +414,7 @@ if triton is not None:
         dx = scale * ((alpha * dresidual) H), and this program's partial sums of those for weight and shift: row program_id(0) of dweight
         and dshift, (G, D) fp32. With _hadamard_grads_kernel, which reads x and dresidual, 22 bytes an element in bf16 beside an fp32
         residual; what torch.compile made of the formula (_norm_backward_torch) and two transforms took some 34. By compiled code 26 to 55
-        instructions an element, 68 to 108 keep up with the memory; one row at a time, so that its sums cross few threads: two or more rows
+        instructions an element, 69 to 110 keep up with the memory; one row at a time, so that its sums cross few threads: two or more rows
         took as many shuffles, or spilled. With heads of 96 and a 16-bit residual Triton 3.9 spills 2 numbers on sm_100, elsewhere none."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW
@@ -523,7 +523,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         if "norm" in kind and CW < C < 128:  # whole rows in one program
             CW = W = 1 << (C - 1).bit_length()
         each = (4 if M * P <= 12 else 2) if kind == "grads" else 8 if bits == 16 and M * P <= 16 else 4  # numbers a thread and tile
-        if kind in ("norm", "norm backward"):  # up to five sets of numbers: at most 32 a thread in each
+        if kind in ("norm", "norm backward"):  # up to five sets of numbers: at most 32 a thread in each, up to 32 heads
             each = 2 if M * P <= 16 else 1
             warps = max(1, W // (32 * each))
         R = 1 if "few" in kind else max(1, each * 32 * warps // W)
@@ -579,7 +579,7 @@ def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_hea
 
 
 def _programs(N, plan, warps):
-    "Of a kernel that sums over rows: 8 warps for each of an H200's 132 multiprocessors"
+    "Of a kernel that sums over rows: 8 warps or more for each of an H200's 132 multiprocessors"
     return min(triton.cdiv(max(N, 1), plan["R"]), 132 * max(2, 8 // warps))
 
 
@@ -931,8 +931,8 @@ def _fo_spans(B, T, H):
     """How the CPU cuts time: [(t, K, L)], K chunks of L steps from step t on, walked side by side.
 
     A step is one call on K * B * H numbers, and with few channels a call costs more than its work: then chunks are
-    FO_CHUNK long, and a span is one call a step of the chunk. A span takes up to 1 MB of fp32 a bank, so that all of
-    them stay in cache (with 2 MB it is 1.1 times slower at H = 1024)."""
+    FO_CHUNK long, and a span is one call a step of the chunk. A span takes up to 1 MB of fp32 a bank (or FO_CHUNK
+    steps), so that all of them stay in cache (with 2 MB it is 1.1 times slower at H = 1024)."""
     most = max(1, 2 ** 18 // max(1, FO_CHUNK * B * H)) * FO_CHUNK  # steps
     spans, t = [], 0
     while t < T:
@@ -949,7 +949,7 @@ def _fo_gates_torch(scratch, banks, t, act):
     for row, bank in zip(scratch, banks):
         row.copy_(bank[:, t:t + row.size(1)])
     if act:
-        # tanh x = 2 sigmoid(2x) - 1 takes a quarter of torch.tanh's time on a CPU, and is off by 1e-7 at most in fp32
+        # tanh x = 2 sigmoid(2x) - 1 takes a quarter of torch.tanh's time on a CPU, and is off by 2e-7 at most in fp32
         scratch[0].mul_(2)
         scratch.sigmoid_()
         scratch[0].mul_(2).sub_(1)
@@ -1225,8 +1225,8 @@ if triton is not None:
 
         One program walks 64 channels in 16-bit, 32 otherwise: two bf16 share each load and each register of the 3 * 16
         (4 * 16 backward) loads in flight. 32768 channels keep enough bytes in flight to walk T in one go. With fewer, T
-        is cut in segments of 64 steps or more, up to 131072 (channel, segment) pairs: a first launch reads z and f (f,
-        o, dh backward) for each segment's map, 4 N bytes (6 N) more in bf16. These bounds are calculated, not measured.
+        is cut in segments of some 64 steps or more, up to some 131072 (channel, segment) pairs: a first launch reads z
+        and f (f, o, dh backward) for each segment's map, 4 N bytes (6 N) more in bf16. These bounds are calculated, not measured.
         """
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
@@ -1278,7 +1278,7 @@ if triton is not None:
 
 # One operator for both forms, told apart by the number of banks: [gates] holds logits (B, T, 3H), [z, f, o] activated
 # inputs. So gates come in, and their gradient goes out, as one tensor: cutting them with chunk() outside would make
-# autograd glue the three gradients together again, a third of the backward pass's traffic. The third output, edges, is
+# autograd glue the three gradients together again, nearly half of the backward pass's traffic. The third output, edges, is
 # for the backward pass only.
 @torch.library.custom_op("kernels::fo_pool", mutates_args=(),
                          schema="(Tensor[] banks, Tensor? c0) -> (Tensor, Tensor, Tensor)")
