@@ -1,8 +1,8 @@
 """
 The models of the three papers, every variant behind a flag that stands beside its mathematics.
 
-    GPT     decoder-only transformer; attn_out = dense | hadamard | head_hadamard | identity   [1]
-                                      attn     = mha | dva | dva_outer                         [2]
+    GPT     decoder-only transformer; attn_out = dense | hadamard | head_hadamard | identity | none   [1]
+                                      attn     = mha | dva | dva_outer                                [2]
     SHAQ    one attention head over LSTMs or quasi-recurrent nets with a memory; SHAQ_PRESETS holds every ablation   [3]
 
 To import it needs torch and kernels.py beside it, nothing else; to run it, prepare_data.py too.
@@ -379,8 +379,8 @@ HEAD_LOGITS = 2**26  # on a GPU four times as many; module-level, as torch.compi
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> fp32 scalar. Targets of -100 do not
-    count, as in F.cross_entropy. grads: whether backward may follow, which forward cannot see by itself.
+    """Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> scalar, fp32 or wider. Targets of -100
+    do not count, as in F.cross_entropy. grads: whether backward may follow, which forward cannot see by itself.
 
     By slices of rows, each slice's gradients made at once while its logits are there: of all N x V logits no more than HEAD_LOGITS numbers
     (on a GPU four times as many) ever exist, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's
@@ -550,8 +550,8 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def forward(self, idx, targets=None, cache=None, pos=0):
-        """idx: (B, T) int64. Without targets: logits (B, T, vocab_size). With targets (B, T): mean cross entropy in nats, fp32, of those
-        that are not -100. cache (from new_cache) holds what attention needs of earlier tokens; idx then starts at position pos."""
+        """idx: (B, T) int64. Without targets: logits (B, T, vocab_size). With targets (B, T): mean cross entropy in nats, fp32 or wider, of
+        those that are not -100. cache (from new_cache) holds what attention needs of earlier tokens; idx then starts at position pos."""
         if targets is not None and targets.shape != idx.shape:
             raise ValueError(f"targets have shape {tuple(targets.shape)}: expected that of idx, {tuple(idx.shape)}")
         x = self.hidden(idx, cache, pos)
@@ -831,7 +831,7 @@ class QRNN(nn.Module):
         self.conv = nn.Linear(self.window * config.n_embd, 3 * config.n_embd)   # W_z, W_f, W_o
 
     def forward(self, x, state=None):
-        """x (B, T, d) -> h (B, T, d), state; state = the last window - 1 inputs (B, window - 1, d), c (B, d) fp32."""
+        """x (B, T, d) -> h (B, T, d), state; state = the last window - 1 inputs (B, window - 1, d), c (B, d) fp32 or wider."""
         past, c = state if state is not None else (x.new_zeros(x.size(0), self.window - 1, x.size(2)), None)
         T, x = x.size(1), x.to(product_dtype(x))                        # the product would cast it anyway, after it is copied twice
         x = torch.cat([past.to(x.dtype), x], dim=1)                     # (B, window - 1 + T, d)
