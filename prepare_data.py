@@ -440,7 +440,7 @@ def open_bin(path, hint):
     if size != HEADER + 2 * head[2].item() or size == HEADER:
         die(f"{path} is truncated or damaged: its header says {head[2]:,} tokens, the file holds "
             f"{(size - HEADER) / 2:,.10g}; type: {hint}")
-    return np.asarray(np.memmap(path, "<u2", "r", HEADER))  # plain ndarray: slices cost a fifth of a memmap's
+    return np.asarray(np.memmap(path, "<u2", "r", HEADER))  # plain ndarray: slices cost far less than a memmap's
 
 
 class Tokens:
@@ -671,7 +671,7 @@ def write_meta(folder, **meta):
     for split, count in meta["tokens"].items():
         report(f"  {split:5} {count:13,} tokens, {meta['bytes'][split] / 1e6:,.2f} MB of text")
     if meta["tokens"]["val"] <= 256:
-        report("note: one window of the default GPT takes 257 validation tokens; take more text, or train with a smaller --block_size")
+        report("note: one window of a CPU's default GPT takes 257 validation tokens; take more text, or train with a smaller --block_size")
 
 
 def prepare(folder, name, tokenizer, raw, source, sha256=None, percent=(90,), by_characters=False):
