@@ -8,7 +8,7 @@ Every table and figure of the papers, from measurement, with the papers' numbers
     python bench.py code --sm=90                                machine code of the Triton kernels, no GPU needed: instructions an element
     python bench.py scaling                                     loss against compute, 20 tokens per parameter
     python bench.py eval --ckpt=out/gpt/ckpt.pt --tasks=piqa,hellaswag,openbookqa,arc_easy,blimp
-    python bench.py plot                                        figures from the records of all the others
+    python bench.py plot                                        figures from the records of compare, scaling, prefill and decode
 
 Each prints Markdown tables and appends its records to out/bench/WHAT.jsonl, one JSON object a line. Without flags the sizes are small
 on a CPU and the papers' on a GPU, but for compare and scaling, which train: there they take minutes. python bench.py WHAT --help lists
@@ -67,8 +67,8 @@ ABLATIONS = {  # [3, tables 1 and 2]: hours an epoch on a V100, parameters, test
     "attn3": (None, "54M", 1.146), "attn4": (None, "54M", 1.141), "layers3_heads2": (None, "41M", 1.16),
     "layers2_heads2": (None, "29M", 1.164), "layers2": (None, "29M", 1.135), "shaq": (18.5 / 32, "26M", 1.180),
 }
-# [1, table 3], one H100: ms, tokens/s and MB, dense then Hadamard. Each memory difference is 4 bytes a weight that is gone (in MiB):
-# those runs kept fp32 weights. The tokens/s do not follow from the latencies (65,536 tokens in 33 ms are 2.0M/s): both are shown.
+# [1, table 3], one H100: ms, tokens/s and MB, dense then Hadamard. Each memory difference but tiny's is 4 bytes a weight that is gone (in
+# MiB): those runs kept fp32 weights. The tokens/s do not follow from the latencies (65,536 tokens in 33 ms are 2.0M/s): both are shown.
 PREFILL = {"tiny": ((33.157, 150126, 16264), (32.366, 156133, 16227)), "small": ((84.699, 53154, 21330), (83.204, 55956, 21233)),
            "base": ((129.595, 26921, 26504), (126.442, 28585, 26289)), "large": ((174.158, 16188, 32240), (169.501, 17318, 31857))}
 DECODE = {  # tokens/s, by batch and new tokens. v1's latencies are those of 16 tokens (272 ms * 60,238 / 1024 = 16.0)
