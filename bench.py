@@ -160,6 +160,12 @@ def listed(kind):
 names, numbers = listed(str), listed(number(int, 1))
 
 
+class Joined(argparse.Action):
+    "--set a=1 --set b=2 is --set a=1,b=2"
+    def __call__(self, parser, namespace, value, flag=None):
+        setattr(namespace, self.dest, ",".join(filter(None, (getattr(namespace, self.dest), value))))
+
+
 def known(what, given, choices):
     for name in given:
         if name not in choices:
@@ -507,7 +513,7 @@ def paper_quality(kind, t):
     ("model", dict(choices=["gpt", "shaq"], default="gpt", help="train_gpt.py's recipe and model, or train_shaq.py's")),
     ("variant", dict(action="append", help='name=value,.. of the model or its recipe; repeat the flag. "" is the default model. '
                                            "Without any: the four output projections, or sharnn and shaq")),
-    ("set", dict(action="append", help="name=value,.. for all variants (where not given, runs of seconds on a CPU, minutes on a GPU)")),
+    ("set", dict(action=Joined, help="name=value,.. for all variants (where not given, runs of seconds on a CPU, minutes on a GPU)")),
     ("seeds", dict(type=number(int, 1), default=5, help="how many")),
     ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first of them")),
     ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
@@ -525,7 +531,6 @@ def bench_compare(args):
     else:
         small = "n_embd=64,bptt=64,max_steps=100,warmup_steps=10"
         large = "n_embd=256,bptt=128,lr=8e-3,warmup_steps=50,max_steps=1000,mem_len=512,dropout=0"
-    args.set = args.set and ",".join(args.set)
     default = f"{small},eval_tokens=8192" if m.device.type == "cpu" else f"{large},eval_tokens=65536"
     common = settings(kind, default if args.set is None else args.set, "--set")
     variants = [settings(kind, t, "--variant") for t in texts]
@@ -1074,9 +1079,9 @@ def generate_rows(args, m, copy):
     ("sizes", dict(type=names, default="tiny" if gpu else "nano", help="of the four output projections")),
     ("models", dict(type=names, default="gpt,book,shaq", help="which of the papers")),
     ("presets", dict(type=names, default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq", help="of SHAQ")),
-    ("set", dict(action="append", help="name=value,.. for the GPTs (without it, on a CPU, the two books are 4 layers of 256), "
-                                       "or, with --models=shaq, for SHAQ")),
-    ("shaq_set", dict(action="append", help="the same for SHAQ")),
+    ("set", dict(default="", action=Joined, help="name=value,.. for the GPTs (without it, on a CPU, the two books are 4 layers of 256), "
+                                                 "or, with --models=shaq, for SHAQ")),
+    ("shaq_set", dict(default="", action=Joined, help="the same for SHAQ")),
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile")),
     ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed"))))
 def bench_train(args):
@@ -1087,8 +1092,8 @@ def bench_train(args):
     known("--presets", args.presets, SHAQ_PRESETS)
     peak, source = peak_flops(m)
     alone = args.models == ["shaq"]
-    common = settings("shaq" if alone else "gpt", ",".join(args.set or ()), "--set")
-    shaq = (common if alone else {}) | settings("shaq", ",".join(args.shaq_set or ()), "--shaq_set")
+    common, shaq = settings("shaq" if alone else "gpt", args.set, "--set"), settings("shaq", args.shaq_set, "--shaq_set")
+    shaq = (common if alone else {}) | shaq
     own = {"size", "attn", "attn_out"} & set(common) | {"preset"} & set(shaq)
     if own:
         die(f"train chooses {', '.join(sorted(own))} itself: drop it from --set or --shaq_set, and name what to time in --sizes, --presets")
@@ -1175,7 +1180,7 @@ def loss_against_compute(runs):
     ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
     ("lr", dict(type=listed(number(float, 0)), help="learning rates, each falling to a tenth: of each size and variant the best counts "
                 f"(default {'2e-3,4e-3,8e-3' if gpu else '8e-3,16e-3,32e-3'}; for sizes by name their recipe's)")),
-    ("set", dict(action="append", help="name=value,.. for all (without it, on a CPU: batches of 2048 tokens, T 128)")),
+    ("set", dict(default="", action=Joined, help="name=value,.. for all (without it, on a CPU: batches of 2048 tokens, T 128)")),
     ("tokens_per_param", dict(type=number(float, 0), default=20.0, help="of the baseline; compute-optimal: 20")),
     ("seeds", dict(type=number(int, 1), default=1, help="how many")),
     ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
@@ -1186,7 +1191,7 @@ def bench_scaling(args):
     of one seed share data and initial values, so differences are paired)."""
     m = start(args)
     small = "" if args.gpu else "block_size=128,batch_tokens=2048,eval_tokens=65536"
-    common = settings("gpt", ",".join(args.set or [small]), "--set")
+    common = settings("gpt", args.set or small, "--set")
     known("--variants", args.variants, OUTS)
     if own := {"size", "n_layer", "n_embd", "attn_out", "max_steps", "lr", "min_lr"} & set(common):
         die(f"scaling chooses {', '.join(sorted(own))} itself: drop it from --set, and name shapes in --sizes, projections in --variants, "
