@@ -4323,7 +4323,7 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
                  "mean_mem | 1,000 | 450 | 2,500 ± 625 | 12,315 | 150 | 0.01 times | 10.5% | 3,003",
                  "mean_mem against ffn | 1.15 | 0.67 | -0.48 | +50.0%"):
         assert f"| {line} |\n" in printed, line
-    for given, dense, dva in (([], dict(n_layer=4, n_embd=256, n_head=4), dict(n_layer=4, n_embd=256)),
+    for given, dense, dva in ((["--set=", "--set="], dict(n_layer=4, n_embd=256, n_head=4), dict(n_layer=4, n_embd=256)),
                               (["--set=n_head=2,n_layer=3"], dict(n_head=2, n_layer=3), dict(n_layer=3))):
         made.clear()
         rows = bench_run(tmp_path, "train", "--models=book", "--rounds=2", *given)
@@ -4472,7 +4472,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["compare", "--model=shaq", "--variant=", "--variant=bptt=9"], "--set"),
         *((["compare", f"--equal={e}", "--variant=", "--variant=max_steps=9"], f"--equal={e} decides") for e in ("steps", "flops")),
         (["compare", "--variant=seed=1"], "seed is not for"), (["compare", "--set=max_steps=0"], "max_steps=0"),
-        (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"), (["scaling", "--set=lr=1"], "rates in --lr"),
+        (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"), (["scaling", "--set=", "--set=lr=1"], "rates in --lr"),
         (["scaling", "--sizes=nano,nano"], "two sizes or more"),
         (["prefill", "--sizes=tny"], "did you mean tiny?"), (["train", "--sizes=gpt2_book"], "'gpt2_book' is none of nano"),
         (["kernels", "--widths=71"], "nearest that work"),
@@ -4540,7 +4540,7 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     assert [(t["attn_out"], t["n_embd"], t["max_steps"]) for t in compared()] == [(out, 64, 100) for out in bench.OUTS]
     assert [(t["preset"], t["n_embd"], t["max_steps"]) for t in compared("--model=shaq")] == [("sharnn", 64, 100), ("shaq", 64, 100)]
     assert compared("--model=shaq", "--set=", "--variant=", "--variant=lr=1") == [{}, dict(lr=1)]
-    assert compared("--set=lr=2,n_layer=3", "--variant=", "--variant=lr=1") == [dict(lr=2, n_layer=3), dict(lr=1, n_layer=3)]
+    assert compared("--set=", "--set=lr=2,n_layer=3", "--set=", "--variant=", "--variant=lr=1") == [dict(lr=2, n_layer=3), dict(lr=1, n_layer=3)]
 
 
 def test_bench_records_survive_a_line_cut_short(tmp_path):
