@@ -1004,7 +1004,7 @@ def bench_decode(args):
                 cache = model.new_cache(B, T + n)
                 cached = sum(t.nbytes for layer in cache for t in layer)
 
-            @torch.inference_mode()
+            @torch.inference_mode()  # as who only decodes would: eager, an operator written in Python then takes less time to reach
             def prompt(i=0, model=model, cache=cache):
                 return model.lm_head(model.hidden(idx, cache)[:, -1]).argmax(-1, keepdim=True)        # (B, 1)
 

@@ -4050,6 +4050,8 @@ def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, c
     assert made == ["fresh"] + [("GPT", dict(dynamic=False))] * 5  # two to learn how many steps, the baseline's weights, the two that run
     assert a["compiled"] and "1 seed, words, compiled**" in capsys.readouterr().out
     assert a["params"] != b["params"] and a["steps"] == b["steps"] > 100
+    (alone,) = bench_run(tmp_path, "compare", flags, "--set=max_steps=9", "--variant=attn_out=identity", "--seeds=1", "--points=1")
+    assert alone["params"] == min(a["params"], b["params"]) and alone["steps"] == 9 and "| baseline |" in capsys.readouterr().out
     flags = common(bench_data, f"block_size=4800,batch_tokens=4800,max_steps=1,{small}")  # all there is: none to predict the last
     fails(capsys, lambda: bench.main(["compare", flags, "--device=cpu"]), "has 4,800 tokens, one window takes 4801: lower block_size")
     for model, text, words in (("gpt", f"block_size=96,batch_tokens=256,max_steps=1,{small}", "256 is no multiple of block_size=96"),
