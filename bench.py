@@ -1472,7 +1472,8 @@ def read_logs(paths):
             config = first["config"]
             name = c.get("preset") or config["attn_out" if config.get("attn", "mha") == "mha" else "attn"]
             made = {k: v for k, v in (c | config).items() if k not in NO_OTHER_MODEL}
-            rows.append(dict(name=name, made=made, hardware=first["machine"], run="", curve=curve))
+            hardware = first["machine"].split(", as ")[0]  # without how fast it was found to be, which differs from run to run
+            rows.append(dict(name=name, made=made, hardware=hardware, run="", curve=curve))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py, or holds no evaluation yet")
     for row in rows:  # what is made unlike another of its name says in what
@@ -1484,13 +1485,13 @@ def read_logs(paths):
 
 def plot_logs(plt, rows):
     "Bits per byte of the validation split against the time spent in training steps; runs of one name in one colour"
-    fig, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    fig, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
     for i, name in enumerate(dict.fromkeys(row["title"] for row in rows)):
         for k, row in enumerate(row for row in rows if row["title"] == name):
-            minutes, _, bits = zip(*row["curve"])
-            ax.plot(minutes, bits, color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, lw=1, label=None if k else name)
+            minutes, _, bits = zip(*row["curve"][1:] or row["curve"])  # no start: it would squeeze the rest
+            ax.plot(minutes, bits, color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, lw=1, ls=LINES[i // 8 % 3], label=None if k else name)
     ax.set(xlabel="minutes in training steps", ylabel="validation, bits per byte")
-    ax.legend()
+    fig.legend(loc="outside right upper", fontsize=8)
     yield "training", fig
 
 
