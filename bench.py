@@ -814,7 +814,7 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
             if name not in odd:
                 attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
-    compiled = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps))
+    compiled = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps, enable_fp_fusion=True))
     tool = os.path.join(os.path.dirname(kernels.triton.__file__), "backends/nvidia/bin/cuobjdump")
     with tempfile.NamedTemporaryFile() as f:
         f.write(compiled.asm["cubin"])
@@ -842,7 +842,7 @@ def follow_parent():
 def compilers(workers):
     "Processes for code_of, which must not have the interpreter in the compiler's place"
     before = os.environ.copy()
-    os.environ.update(TRITON_INTERPRET="0", TRITON_DEFAULT_FP_FUSION="1")
+    os.environ["TRITON_INTERPRET"] = "0"
     try:
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), follow_parent) as pool:
             try:

@@ -548,6 +548,9 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     return dict(D=d, M=M, P=P, C=C, CW=CW, W=W, R=R, INNER=inner), warps
 
 
+# The launches below name enable_fp_fusion (multiply and add in one instruction): Triton 3.9 warns where nobody does, 3.10 turns it off.
+
+
 def _columns(plan):  # programs along a row: one, but for a mix over heads, where each takes W of a head's channels
     return plan["C"] // plan["CW"]
 
@@ -563,7 +566,8 @@ def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
     out = torch.empty_like(x)
     if N:
         with torch.cuda.device_of(x):  # Triton launches on the current device, which need not be the tensor's
-            _hadamard_kernel[(triton.cdiv(N, plan["R"]), _columns(plan))](x, out, alpha, beta, pre, N, scale, **plan, num_warps=warps)
+            _hadamard_kernel[(triton.cdiv(N, plan["R"]), _columns(plan))](x, out, alpha, beta, pre, N, scale, **plan, num_warps=warps,
+                                                                          enable_fp_fusion=True)
     return out
 
 
@@ -574,7 +578,7 @@ def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_hea
     if N:
         with torch.cuda.device_of(x):
             _hadamard_norm_kernel[(triton.cdiv(N, plan["R"]),)](x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps,
-                                                                **plan, RMS=rms, num_warps=warps)
+                                                                **plan, RMS=rms, num_warps=warps, enable_fp_fusion=True)
     return out, normed, stats
 
 
@@ -590,7 +594,7 @@ def _norm_backward_triton(out, stats, dout, dnormed, alpha, weight, shift, dtype
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=out.device)
     with torch.cuda.device_of(out):
         _hadamard_norm_backward_kernel[(programs,)](out, stats, dout, dnormed, dresidual, dx, partial[0], partial[1] if shift else None,
-                                                    alpha, weight, N, scale, **plan, RMS=rms, num_warps=warps)
+                                                    alpha, weight, N, scale, **plan, RMS=rms, num_warps=warps, enable_fp_fusion=True)
     return dx, dresidual, partial[0].sum(0), partial[1].sum(0) if shift else partial.new_empty(0)
 
 
@@ -600,7 +604,8 @@ def _grads_triton(x, dy, scale, n_head, heads_only):
     programs = _programs(N, plan, warps)
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, partial[0], partial[1], N, scale, **plan, num_warps=warps)
+        _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, partial[0], partial[1], N, scale, **plan, num_warps=warps,
+                                                               enable_fp_fusion=True)
     return partial[0].sum(0), partial[1].sum(0)
 
 
@@ -1236,7 +1241,7 @@ if triton is not None:
         segments = triton.cdiv(T, length) if T else 1
         D = 64 if z.element_size() == 2 else 32
         ptx = z.is_cuda and torch.version.hip is None and z.dtype != torch.float64
-        settings = dict(SEGMENTED=segments > 1, PTX=ptx, U=FO_CHUNK, D=D, num_warps=1)
+        settings = dict(SEGMENTED=segments > 1, PTX=ptx, U=FO_CHUNK, D=D, num_warps=1, enable_fp_fusion=True)
         return z, f, o, (triton.cdiv(H, D) * B, segments), max(length, FO_CHUNK), settings
 
     def _fo_forward_triton(z, f, o, c0, act):
