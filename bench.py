@@ -1472,7 +1472,7 @@ def read_logs(paths):
             config = first["config"]
             name = c.get("preset") or config["attn_out" if config.get("attn", "mha") == "mha" else "attn"]
             made = {k: v for k, v in (c | config).items() if k not in NO_OTHER_MODEL}
-            hardware = first["machine"].split(", as ")[0]  # without how fast it was found to be, which differs from run to run
+            hardware = re.sub(", as products in bfloat16 are .* times as fast", "", first["machine"])  # measured anew in each run
             rows.append(dict(name=name, made=made, hardware=hardware, run="", curve=curve))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py, or holds no evaluation yet")
@@ -1488,7 +1488,7 @@ def plot_logs(plt, rows):
     fig, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
     for i, name in enumerate(dict.fromkeys(row["title"] for row in rows)):
         for k, row in enumerate(row for row in rows if row["title"] == name):
-            minutes, _, bits = zip(*row["curve"][1:] or row["curve"])  # no start: it would squeeze the rest
+            minutes, _, bits = zip(*[p for p in row["curve"] if p[1]] or row["curve"])  # no start: it would squeeze the rest
             ax.plot(minutes, bits, color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, lw=1, ls=LINES[i // 8 % 3], label=None if k else name)
     ax.set(xlabel="minutes in training steps", ylabel="validation, bits per byte")
     fig.legend(loc="outside right upper", fontsize=8)

@@ -548,7 +548,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     return dict(D=d, M=M, P=P, C=C, CW=CW, W=W, R=R, INNER=inner), warps
 
 
-# The launches below name enable_fp_fusion (multiply and add in one instruction): Triton 3.9 warns where nobody does, 3.10 turns it off.
+# enable_fp_fusion, below: multiply and add in one instruction. Where a launch does not name it Triton 3.9 warns; 3.10 is to turn it off.
 
 
 def _columns(plan):  # programs along a row: one, but for a mix over heads, where each takes W of a head's channels

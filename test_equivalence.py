@@ -4754,11 +4754,12 @@ def test_bench_eval_of_a_local_task(tmp_path, capsys):
 
 
 def test_bench_reads_training_logs(tmp_path):
-    lines = [dict(settings=dict(preset="shaq"), config={}, machine="a CPU, as this shows"), dict(step=0, val_loss=5.0, bits_per_byte=7.2),
+    lines = [dict(settings=dict(preset="shaq"), config={}, machine="a CPU, as products in bfloat16 are 3.0 times as fast; 2 processes"),
+             dict(step=0, val_loss=5.0, bits_per_byte=7.2),
              dict(step=0, loss=5.0, ms=3e4), dict(step=1, loss=4.0, ms=3e4), dict(step=2, val_loss=4.0, bits_per_byte=5.8)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     row, = bench.read_logs([tmp_path / "log.jsonl"])
-    assert [row[k] for k in ("title", "hardware", "curve")] == ["shaq", "a CPU", [(0.0, 0, 7.2), (1.0, 2, 5.8)]]
+    assert [row[k] for k in ("title", "hardware", "curve")] == ["shaq", "a CPU; 2 processes", [(0.0, 0, 7.2), (1.0, 2, 5.8)]]
     for name, config in (("a", dict(attn="dva")), ("b", dict(attn="mha")), ("c", dict(attn="mha")), ("d", dict(attn="mha", mlp="none"))):
         os.makedirs(tmp_path / name)
         head = dict(settings=dict(seed=ord(name), lr=1e-3 if name < "c" else 2e-3), config=config | dict(attn_out="dense"), machine="")
