@@ -767,7 +767,7 @@ def attention_rows(args, m, B, T, d):
               "dva, as model.py does it": (split(attention, 1, *dva), 4, 2),
               "dva, PyTorch's operator": (split(sdpa, 1, *dva), 4, 2),
               "dva, all T x T in memory": (split(plain, 1, *dva), 4, 2),
-              "dva_outer": (split(lambda q, k, r, v, u: attention(q, k, v, r, u), 1, d, d, d, d, d), 5, 1)}
+              "dva_outer": (split(attention, 1, d, d, d, d, d), 5, 1)}
     x, dy = ({n: ring(lambda n=n: torch.randn(B, T, n * d, device=m.device).to(m.dtype)) for n in ns} for ns in ((3, 4, 5), (1, 2)))
     shares(args, m, f"causal attention, B {B}, T {T}, d {d}", dict(op="attention", B=B, T=T, d=d),
            {k: (f, (), [x[n]], [dy[w]], None) for k, (f, n, w) in layers.items()}, next(iter(layers)))

@@ -153,62 +153,62 @@ def causal_weights(q, k, i, e, dropout, seed):
 
 
 @torch.library.custom_op("model::blocked_attention", mutates_args=())
-def blocked_attention(q: torch.Tensor, k: torch.Tensor, r: torch.Tensor | None, v: torch.Tensor, u: torch.Tensor | None,
+def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor, k_r: torch.Tensor | None,
                       seed: torch.Tensor | None, dropout: float) -> torch.Tensor:
     """Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T, and memory
     linear in T, as the backward pass computes each block's weights again. With P = softmax(q k^T / sqrt(w)), causal, and its dropout:
-        r is None    out = P v                       v of any width
-        else         out = (P * (r v^T)) u           the outer form of [2]: one more T x T product, and nothing larger
-    q (N, T, w); k (N, S, w); v (N, S, any), or r (N, T, w), v, u (N, S, w); seed: of the dropout, () int64 on the CPU, None without; from
-    outside, as a forward pass that is run again must find the same. Once differentiable. On a CPU in bf16 this is 1.4 times faster than
-    PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), level with it in fp32, and it takes heads of any width,
-    dropout included."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if r is not None else q.new_empty(*q.shape[:2], v.size(-1))
+        q_r is None    out = P v                         v of any width
+        else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
+    q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w); seed: of the dropout, () int64 on the CPU, None without;
+    from outside, as a forward pass that is run again must find the same. Once differentiable. On a CPU in bf16 this is 1.4 times faster
+    than PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), level with it in fp32, and it takes heads of any
+    width, dropout included."""
+    out = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1))
     for i, e in query_blocks(q, k):
         n, _, P, drop = causal_weights(q, k, i, e, dropout, seed)
         P = P if drop is None else P.masked_fill_(drop, 0)
-        out[:, i:e] = torch.bmm(P, v[:, :n]) if r is None else torch.bmm(P.mul_(torch.bmm(r[:, i:e], v[:, :n].mT)), u[:, :n])
+        out[:, i:e] = torch.bmm(P, v[:, :n]) if q_r is None else torch.bmm(P.mul_(torch.bmm(q_r[:, i:e], v[:, :n].mT)), k_r[:, :n])
     return out if dropout == 0.0 else out.mul_(1 / (1 - dropout))
 
 
 @torch.library.custom_op("model::blocked_attention_backward", mutates_args=())
-def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, r: torch.Tensor | None, v: torch.Tensor,
-                               u: torch.Tensor | None, seed: torch.Tensor | None, dropout: float) -> list[torch.Tensor]:
-    "-> gradients of q, k, v, and of r, u if there are"
+def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor,
+                               k_r: torch.Tensor | None, seed: torch.Tensor | None, dropout: float) -> list[torch.Tensor]:
+    "-> gradients of q, k, v, and of q_r, k_r if there are"
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if r is not None:
-        dr, du = torch.empty_like(r), torch.zeros_like(u)
+    if q_r is not None:
+        dq_r, dk_r = torch.empty_like(q_r), torch.zeros_like(k_r)
     g = g if dropout == 0.0 else g * (1 / (1 - dropout))
     for i, e in query_blocks(q, k):
         n, q_i, P, drop = causal_weights(q, k, i, e, dropout, seed)
         W = P if drop is None else P.masked_fill(drop, 0)
-        if r is None:
+        if q_r is None:
             dv[:, :n].baddbmm_(W.mT, g[:, i:e])
             dP = torch.bmm(g[:, i:e], v[:, :n].mT)
         else:
-            G = torch.bmm(r[:, i:e], v[:, :n].mT)                                        # r v^T
-            dW = torch.bmm(g[:, i:e], u[:, :n].mT)
-            du[:, :n].baddbmm_((W * G).mT, g[:, i:e])
-            dG = dW * W
-            dr[:, i:e] = torch.bmm(dG, v[:, :n])
-            dv[:, :n].baddbmm_(dG.mT, r[:, i:e])
-            dP = dW.mul_(G)
+            G = torch.bmm(q_r[:, i:e], v[:, :n].mT)                                      # Q_R V^T: the output is (W * G) K_R
+            dWG = torch.bmm(g[:, i:e], k_r[:, :n].mT)
+            dk_r[:, :n].baddbmm_((W * G).mT, g[:, i:e])
+            dG = dWG * W
+            dq_r[:, i:e] = torch.bmm(dG, v[:, :n])
+            dv[:, :n].baddbmm_(dG.mT, q_r[:, i:e])
+            dP = dWG.mul_(G)
         if drop is not None:
             dP.masked_fill_(drop, 0)
         dS = torch._softmax_backward_data(dP, P, -1, P.dtype)  # P * (dP - sum over keys of P * dP), in one pass
         dq[:, i:e] = torch.bmm(dS, k[:, :n])
         dk[:, :n].baddbmm_(dS.mT, q_i)
-    return [dq.mul_(q.size(-1) ** -0.5), dk, dv] + ([] if r is None else [dr, du])
+    return [dq.mul_(q.size(-1) ** -0.5), dk, dv] + ([] if q_r is None else [dq_r, dk_r])
 
 
 @blocked_attention.register_fake
-def _(q, k, r, v, u, seed, dropout):
-    return q.new_empty(*q.shape[:2], v.size(-1) if u is None else u.size(-1))
+def _(q, k, q_r, v, k_r, seed, dropout):
+    return q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1))
 
 
 @blocked_attention_backward.register_fake
-def _(g, q, k, r, v, u, seed, dropout):
-    return [torch.empty_like(t) for t in (q, k, v, r, u) if t is not None]
+def _(g, q, k, q_r, v, k_r, seed, dropout):
+    return [torch.empty_like(t) for t in (q, k, v, q_r, k_r) if t is not None]
 
 
 def save_attention(ctx, inputs, output):
@@ -218,27 +218,28 @@ def save_attention(ctx, inputs, output):
 
 def attention_gradients(ctx, g):
     dq, dk, dv, *more = blocked_attention_backward(g, *ctx.saved_tensors, ctx.dropout)
-    dr, du = more or (None, None)
-    return dq, dk, dr, dv, du, None, None
+    dq_r, dk_r = more or (None, None)
+    return dq, dk, dq_r, dv, dk_r, None, None
 
 
 blocked_attention.register_autograd(attention_gradients, setup_context=save_attention)
 
 
-def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
-    """softmax(q k^T / sqrt(w)) v, or with r and u the outer form (softmax(..) * (r v^T)) u. All (B, h, T, w), v of any width where r is
-    None; k, v, u may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or u), under autocast in its
-    dtype. One query, T = 1, also takes a mask (1, S) in the dtype of q: 0 where it may look, -inf elsewhere."""
+def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
+    """softmax(q k^T / sqrt(w)) v, or with q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All (B, h, T, w), v of any width
+    without q_r; k, v, k_r may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or k_r), under
+    autocast in its dtype. One query, T = 1, also takes a mask (1, S) in the dtype of q: 0 where it may look, -inf elsewhere."""
     T, S = q.size(2), k.size(2)
     if not 0 <= dropout < 1:
         raise ValueError(f"attention: dropout={dropout}: expected 0 to below 1")
     if T > 1 and mask is not None:
         raise ValueError(f"attention is causal: a mask goes with one query, and here are {T}")
     if (not q.dim() == k.dim() == v.dim() == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2] or v.size(2) != S or S < T or
-            (r is None) != (u is None) or r is not None and (r.shape, u.shape) != (q.shape, k.shape)):
-        raise ValueError("attention: expected q, r (B, h, T, w), k, u (B, h, S, w), v (B, h, S, any), S >= T, r and u or neither; got "
-                         + ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip("qkvru", (q, k, v, r, u)) if t is not None))
-    _check_meta("attention", *(t for t in (q, k, v, r, u) if t is not None))
+            (q_r is None) != (k_r is None) or q_r is not None and (q_r.shape, k_r.shape) != (q.shape, k.shape)):
+        given = dict(q=q, k=k, v=v, q_r=q_r, k_r=k_r)
+        raise ValueError("attention: expected q, q_r (B, h, T, w), k, k_r (B, h, S, w), v (B, h, S, any), S >= T, q_r and k_r or neither; "
+                         "got " + ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items() if t is not None))
+    _check_meta("attention", *(t for t in (q, k, v, q_r, k_r) if t is not None))
     # One of three ways:
     # 1. Blocks of query rows: on a CPU, over a memory, and where no flash kernel serves (heads above 256, the outer form) and S is larger
     #    than v. No kernel of our own: its sums, 768 or 1,536 wide [2], outgrow the registers, so it would form S anew for every few hundred
@@ -246,11 +247,11 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
     #    measured (bench.py kernels does); FlashAttention's author advises the same (Dao-AILab/flash-attention, issues 801 and 805).
     # 2. PyTorch's fused operator, for heads up to 256.
     # 3. S whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where blocks take 11 and 19.
-    flash = r is None and max(q.size(-1), v.size(-1)) <= 256
+    flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
     if T > 1 and (q.device.type == "cpu" or T < S or not flash and T > v.size(-1)):
         _reverse_mode_only("attention")
         # autocast's dtype, as PyTorch's operator does: it might still be on in backward, and cast some of the products
-        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, r, v, u)]
+        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, q_r, v, k_r)]
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
         return blocked_attention(*flat, seed, dropout).unflatten(0, q.shape[:2])
     if flash:
@@ -259,7 +260,7 @@ def attention(q, k, v, r=None, u=None, dropout=0.0, mask=None):
         mask = q.new_full((T, T), -math.inf).triu(1)
     S = q @ k.mT * q.size(-1) ** -0.5  # T = 1, too: of a fused kernel one multiprocessor alone would read all these wide k and v
     P = F.dropout((S if mask is None else S + mask).softmax(-1, dtype=S.dtype), dropout)
-    return P @ v if r is None else (P * (r @ v.mT)) @ u
+    return P @ v if q_r is None else (P * (q_r @ v.mT)) @ k_r
 
 
 def up_to(pos, length, dtype):

@@ -925,10 +925,10 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
     q, long = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 9, 8)
     for wrong in ((q, q, long), (q, long, q), (q, q[:, :2], q[:, :2]), (q, q.reshape(4, 2, 3, 8), q.reshape(4, 2, 3, 8)), (long, q, q),
                   (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q), (q, q, q, q), (q, q, q, None, q)):
-        refuses(lambda: attention(*wrong), "expected q, r (B, h, T, w)", "got q (2, 4, ")
+        refuses(lambda: attention(*wrong), "expected q, q_r (B, h, T, w)", "got q (2, 4, ")
     refuses(lambda: attention(q, q, q, dropout=1.0), "dropout=1.0", "below 1")  # blocks divide by 1 - dropout
     refuses(lambda: attention(q, q, q.to("meta")), "attention", "cpu, cpu, meta")  # it returned memory that nothing had written
-    refuses(lambda: attention(q[0], q[0], q[0]), "expected q, r (B, h, T, w)", "got q (4, 3, 8)")
+    refuses(lambda: attention(q[0], q[0], q[0]), "expected q, q_r (B, h, T, w)", "got q (4, 3, 8)")
     idx, m = torch.zeros(1, 5, dtype=torch.int64), GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=11, block_size=5))
     for targets in (idx[:, :1], idx[0], idx.repeat(2, 1)):
         refuses(lambda: m(idx, targets), "targets have shape", "expected that of idx, (1, 5)")
