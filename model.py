@@ -138,9 +138,9 @@ def causal_weights(q, k, i, e, dropout, seed):
     "Rows i to e -> n, how many keys they see; q / sqrt(w); P = softmax(q k^T / sqrt(w)), causal (N, e - i, n); what dropout drops, or None"
     n = e + k.size(1) - q.size(1)  # the queries are the last of all positions
     q_i = q[:, i:e] * q.size(-1) ** -0.5
-    S = torch.bmm(q_i, k[:, :n].mT)
-    S[:, :, n - (e - i):].masked_fill_(torch.ones(e - i, e - i, dtype=torch.bool, device=q.device).triu_(1), -math.inf)
-    P = S.softmax(-1, dtype=S.dtype)  # named, or autocast on a GPU would write it in fp32
+    scores = torch.bmm(q_i, k[:, :n].mT)
+    scores[:, :, n - (e - i):].masked_fill_(torch.ones(e - i, e - i, dtype=torch.bool, device=q.device).triu_(1), -math.inf)
+    P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
     if dropout == 0.0:
         return n, q_i, P, None
     generator = torch.Generator(q.device).manual_seed(seed.item() + i)  # the same again in backward
@@ -195,9 +195,9 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
             dP = dWG.mul_(G)
         if drop is not None:
             dP.masked_fill_(drop, 0)
-        dS = torch._softmax_backward_data(dP, P, -1, P.dtype)  # P * (dP - sum over keys of P * dP), in one pass
-        dq[:, i:e] = torch.bmm(dS, k[:, :n])
-        dk[:, :n].baddbmm_(dS.mT, q_i)
+        dscores = torch._softmax_backward_data(dP, P, -1, P.dtype)  # P * (dP - sum over keys of P * dP), in one pass
+        dq[:, i:e] = torch.bmm(dscores, k[:, :n])
+        dk[:, :n].baddbmm_(dscores.mT, q_i)
     return [dq.mul_(q.size(-1) ** -0.5), dk, dv] + ([] if q_r is None else [dq_r, dk_r])
 
 
@@ -241,12 +241,12 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
                          "got " + ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items() if t is not None))
     _check_meta("attention", *(t for t in (q, k, v, q_r, k_r) if t is not None))
     # One of three ways:
-    # 1. Blocks of query rows: on a CPU, over a memory, and where no flash kernel serves (heads above 256, the outer form) and S is larger
-    #    than v. No kernel of our own: its sums, 768 or 1,536 wide [2], outgrow the registers, so it would form S anew for every few hundred
-    #    columns, 1.7 times the operations; to move S to memory and back takes a third of the products' time. Calculated for an H200, not
-    #    measured (bench.py kernels does); FlashAttention's author advises the same (Dao-AILab/flash-attention, issues 801 and 805).
+    # 1. Blocks of query rows: on a CPU, over a memory, and where no flash kernel serves (heads above 256, the outer form) and q k^T is
+    #    larger than v. No kernel of our own: its sums, 768 or 1,536 wide [2], outgrow the registers, so it would form q k^T anew for every
+    #    few hundred columns, 1.7 times the operations; to move that to memory and back takes a third of the products' time. Calculated for
+    #    an H200, not measured (bench.py kernels does); FlashAttention's author advises so (Dao-AILab/flash-attention, issues 801, 805).
     # 2. PyTorch's fused operator, for heads up to 256.
-    # 3. S whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where blocks take 11 and 19.
+    # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where blocks take 11 and 19.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
     if T > 1 and (q.device.type == "cpu" or T < S or not flash and T > v.size(-1)):
         _reverse_mode_only("attention")
@@ -258,8 +258,8 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=bool(T > 1))
     if T > 1:
         mask = q.new_full((T, T), -math.inf).triu(1)
-    S = q @ k.mT * q.size(-1) ** -0.5  # T = 1, too: of a fused kernel one multiprocessor alone would read all these wide k and v
-    P = F.dropout((S if mask is None else S + mask).softmax(-1, dtype=S.dtype), dropout)
+    scores = q @ k.mT * q.size(-1) ** -0.5  # T = 1, too: of a fused kernel one multiprocessor alone would read all these wide k and v
+    P = F.dropout((scores if mask is None else scores + mask).softmax(-1, dtype=scores.dtype), dropout)
     return P @ v if q_r is None else (P * (q_r @ v.mT)) @ k_r
 
 
