@@ -761,8 +761,9 @@ def _norm_on_triton(x, residual, n_head, heads_only):
 def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
     wide = torch.promote_types(residual.dtype, torch.float32)
     out = (residual + _hadamard(x, alpha, beta, None, scale, n_head, heads_only)).to(residual.dtype)
-    same = out.device.type == "cpu" and torch.promote_types(x.dtype, out.dtype) == out.dtype
-    y = out if same and not rms else out.to(wide)  # on a CPU LayerNorm takes 16-bit rows beside fp32 vectors
+    # on a CPU LayerNorm takes 16-bit rows beside fp32 vectors, but its result is in the rows' dtype, and wanted in x's, which can be wider
+    as_it_is = not rms and out.device.type == "cpu" and torch.promote_types(x.dtype, out.dtype) == out.dtype
+    y = out if as_it_is else out.to(wide)
     weight = weight.to(wide)
     shift = None if shift is None else shift.to(wide)
     if not rms:
