@@ -170,9 +170,9 @@ def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
     return torch.addcmul(beta, y.view(N, d), alpha, value=scale).to(x.dtype)
 
 
-def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, mixed=None):
-    "mixed, if given, keeps x @ H"
-    if x.numel() <= 2 ** 15 and beta is not None and pre is mixed is None:
+def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
+    "alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; kept (N, d), if given, is filled with x @ H"
+    if x.numel() <= 2 ** 15 and beta is not None and pre is None and kept is None:
         return _few_rows_torch(x, alpha, beta, scale, n_head, heads_only)
     r, transform = _blocks(x, n_head, heads_only)
     out = x.new_empty(x.shape)  # not empty_like, whose strides, of a transposed row, no view below need have
@@ -190,15 +190,15 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, mixed=None)
         alpha = alpha * scale
     elif pre is not None and x.dtype != torch.float16:  # a pass less; fp16 would lose small gradients to its short range
         pre, scale = pre * scale, 1.0
-    for block, o, m in zip(x.split(r), out.split(r), (out if mixed is None else mixed).split(r)):
+    for X, o, u in zip(x.split(r), out.split(r), (out if kept is None else kept).split(r)):  # (r, d) each, the last may be shorter
         w = o if wide is None else wide[:len(o)]
         if pre is not None:
             s = scaled[:len(o)]
-            block = torch.mul(block, pre, out=s) if wide is None else s.copy_(w.copy_(block).mul_(pre))
-        m = transform(block, m)
+            X = torch.mul(X, pre, out=s) if wide is None else s.copy_(w.copy_(X).mul_(pre))
+        transform(X, u)                                                                   # u = X H, in o where it is not kept
         if alpha is not None:
-            m = m if wide is None else w.copy_(m)  # here and above: given two dtypes, an operator would copy too, to new memory each time
-            torch.mul(m, alpha, out=w) if beta is None else torch.addcmul(beta, m, alpha, out=w)  # one pass where mul, add took two
+            v = u if wide is None else w.copy_(u)  # here and above: given two dtypes, an operator would copy too, to new memory each time
+            torch.mul(v, alpha, out=w) if beta is None else torch.addcmul(beta, v, alpha, out=w)  # one pass where mul, add took two
             o.copy_(w)  # nothing where w is o
         elif scale != 1.0:
             o.mul_(scale)
