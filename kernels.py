@@ -143,7 +143,8 @@ def _blocks(x, n_head, heads_only):
     r = max(N, 1)
     if x.device.type == "cpu":  # elsewhere a launch costs more than a cache miss
         most = max(128, 2 ** 18 // d) if x.element_size() > 2 else max(256, 2 ** 19 * torch.get_num_threads() // d)
-        r = -(-r // -(-r // min(most, 2048)))  # blocks of one size, or the last could be a few rows
+        blocks = -(-r // min(most, 2048))
+        r = -(-r // blocks)  # all of one size, or the last could be a few rows
     t, u, A = x.new_empty(r, a, b), x.new_empty(r, a, b), A.expand(r, a, a)
     if x.device.type == "cpu" and x.element_size() == 2:  # a 16-bit product would copy what is expanded, block by block
         A = A.contiguous()
@@ -162,8 +163,9 @@ def _blocks(x, n_head, heads_only):
 def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
     "_transform_torch in as few calls as can be, in fp32: for generation's few rows a call costs more than its work, most of all in 16 bits"
     dtype = torch.promote_types(x.dtype, torch.float32)
-    (N, d), (A, B), y = x.shape, _factors(x.shape[1], n_head, heads_only, dtype, x.device), x.to(dtype)
-    a, b = len(A), d // len(A)
+    N, d = x.shape
+    A, B = _factors(d, n_head, heads_only, dtype, x.device)
+    a, b, y = len(A), d // len(A), x.to(dtype)
     if B is not None:
         y = torch.mm(y.view(N * a, b), B, out=y.new_empty(N * a, b))  # out: or autocast would round it to 16 bits
     y = torch.bmm(A.expand(N, a, a), y.view(N, a, b), out=y.new_empty(N, a, b))
