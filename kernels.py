@@ -85,10 +85,11 @@ def _paley(m):
         C = chi.new_ones(q + 1, q + 1)
         C[0, 0], C[1:, 1:] = 0, core.flip(1).roll(1, 1)
         if q == 9:  # GF(9) = {a + bi}, a, b mod 3; x is a square where x^4 = a^2 + b^2 is 1
-            a, b = torch.arange(9, device="cpu").div(3, rounding_mode="floor"), torch.arange(9, device="cpu") % 3
+            x = torch.arange(9, device="cpu")
+            a, b = x // 3, x % 3
             n = ((a[:, None] - a) ** 2 + (b[:, None] - b) ** 2) % 3
             C[1:, 1:] = torch.where(n == 2, -1, n)
-        I = torch.diag(chi.new_ones(q + 1))
+        I = torch.eye(q + 1, dtype=torch.int8, device="cpu")
         return torch.kron(C, chi.new_tensor([[1, 1], [1, -1]])) + torch.kron(I, chi.new_tensor([[1, -1], [-1, -1]]))
     # q = 3 mod 4: the textbook core chi(i-j) is skew. Columns taken in the order -j give chi(i+j), which is symmetric.
     H = chi.new_ones(q + 1, q + 1)
