@@ -393,7 +393,7 @@ if triton is not None:
             total = total + v
         mean = tl.sum(total, 1) / D
         if RMS:
-            mean = mean * 0.0
+            mean = mean * 0.0  # RMSNorm has none
         total = tl.zeros((R, W), tl.float32)
         for i in tl.static_range(M * P):
             v = y[i] - mean[:, None]
@@ -455,7 +455,7 @@ if triton is not None:
             a = tl.sum(a, 1)[:, None] / D
             b = tl.sum(b, 1)[:, None] / D
             if RMS:
-                a = a * 0.0
+                a = a * 0.0  # the mean's part
             t = ()
             for i in tl.static_range(M * P):
                 unit = (ys[i].to(tl.float32) - mean) * rstd
@@ -590,15 +590,15 @@ def _programs(N, plan, warps):
     return min(triton.cdiv(max(N, 1), plan["R"]), 132 * max(2, 8 // warps))
 
 
-def _norm_backward_triton(out, stats, dout, dnormed, alpha, weight, shift, dtype, scale, rms, n_head, heads_only):
+def _norm_backward_triton(out, stats, dout, dnormed, alpha, weight, has_shift, dtype, scale, rms, n_head, heads_only):
     (N, d), (out, dout, dnormed, alpha, weight) = out.shape, _row_major(out, dout, dnormed, alpha, weight)
     plan, warps = _plan(d, n_head, heads_only, dtype.itemsize * 8, "norm backward")
     dresidual, dx, programs = torch.empty_like(out), torch.empty_like(out, dtype=dtype), _programs(N, plan, warps)
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=out.device)
     with torch.cuda.device_of(out):
-        _hadamard_norm_backward_kernel[(programs,)](out, stats, dout, dnormed, dresidual, dx, partial[0], partial[1] if shift else None,
+        _hadamard_norm_backward_kernel[(programs,)](out, stats, dout, dnormed, dresidual, dx, partial[0], partial[1] if has_shift else None,
                                                     alpha, weight, N, scale, **plan, RMS=rms, num_warps=warps, enable_fp_fusion=True)
-    return dx, dresidual, partial[0].sum(0), partial[1].sum(0) if shift else partial.new_empty(0)
+    return dx, dresidual, partial[0].sum(0), partial[1].sum(0) if has_shift else partial.new_empty(0)
 
 
 def _grads_triton(x, dy, scale, n_head, heads_only):
@@ -783,7 +783,7 @@ def _(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_on
     return torch.empty_like(residual), torch.empty_like(x), x.new_empty(2, x.shape[0], dtype=wide)
 
 
-def _norm_backward_torch(out, stats, dout, dnormed, alpha, weight, shift, dtype, scale, rms, n_head, heads_only, dstats=None):
+def _norm_backward_torch(out, stats, dout, dnormed, alpha, weight, has_shift, dtype, scale, rms, n_head, heads_only, dstats=None):
     mean, rstd = stats[:, :, None]                                                         # (N, 1)
     unit = (out - mean) * rstd                                                             # (N, d)
     g = dnormed * weight
@@ -793,23 +793,23 @@ def _norm_backward_torch(out, stats, dout, dnormed, alpha, weight, shift, dtype,
         dmean, drstd = dstats[:, :, None] / out.shape[1]
         dy = dy - unit * rstd ** 2 * drstd + (0 if rms else dmean)
     dx = _hadamard(dy.to(dtype), None, None, alpha, scale, n_head, heads_only)
-    dshift = dnormed.sum(0, dtype=stats.dtype) if shift else stats.new_empty(0)
+    dshift = dnormed.sum(0, dtype=stats.dtype) if has_shift else stats.new_empty(0)
     return dx, dy.to(out.dtype), (dnormed * unit).sum(0, dtype=stats.dtype), dshift
 
 
 @torch.library.custom_op("kernels::hadamard_norm_backward", mutates_args=())
 def _hadamard_norm_backward(out: torch.Tensor, stats: torch.Tensor, dout: torch.Tensor, dnormed: torch.Tensor, alpha: torch.Tensor,
-                            weight: torch.Tensor, shift: bool, dtype: torch.dtype, scale: float, rms: bool, n_head: int,
+                            weight: torch.Tensor, has_shift: bool, dtype: torch.dtype, scale: float, rms: bool, n_head: int,
                             heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     "-> gradients of x (in dtype), of the residual (in out's), and in stats' of weight and of shift, empty without one"
     run = _norm_backward_triton if _norm_on_triton(dnormed, out, n_head, heads_only) else _norm_backward_torch
-    return run(out, stats, dout, dnormed, alpha, weight, shift, dtype, scale, rms, n_head, heads_only)
+    return run(out, stats, dout, dnormed, alpha, weight, has_shift, dtype, scale, rms, n_head, heads_only)
 
 
 @_hadamard_norm_backward.register_fake
-def _(out, stats, dout, dnormed, alpha, weight, shift, dtype, scale, rms, n_head, heads_only):
+def _(out, stats, dout, dnormed, alpha, weight, has_shift, dtype, scale, rms, n_head, heads_only):
     d = out.shape[1]
-    return torch.empty_like(out, dtype=dtype), torch.empty_like(out), stats.new_empty(d), stats.new_empty(d if shift else 0)
+    return torch.empty_like(out, dtype=dtype), torch.empty_like(out), stats.new_empty(d), stats.new_empty(d if has_shift else 0)
 
 
 def _save_norm(ctx, inputs, output):
@@ -823,14 +823,14 @@ def _backward_norm(ctx, dout, dnormed, dstats):
     x, alpha, beta, weight, out, stats = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     dnormed = torch.zeros_like(x) if dnormed is None else dnormed.contiguous()
-    shift, _, scale, _, *heads = ctx.how
+    has_shift, _, scale, _, *heads = ctx.how
     args = out, stats, dout, dnormed, alpha, weight, *ctx.how
     if torch.is_grad_enabled() or dstats is not None:  # to be differentiated again, or the gradient of such a derivative
         dx, dy, dweight, dshift = _norm_backward_torch(*args, dstats)
     else:
         dx, dy, dweight, dshift = _hadamard_norm_backward(*args)
     dalpha, dbeta = _hadamard_grads(x, dy, scale, *heads)
-    return (dx, dy, dalpha.to(alpha.dtype), dbeta.to(beta.dtype), dweight.to(weight.dtype), dshift.to(weight.dtype) if shift else None,
+    return (dx, dy, dalpha.to(alpha.dtype), dbeta.to(beta.dtype), dweight.to(weight.dtype), dshift.to(weight.dtype) if has_shift else None,
             None, None, None, None, None)
 
 
