@@ -1240,13 +1240,14 @@ if triton is not None:
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
             z, f, o = z.contiguous(), f.contiguous(), o.contiguous()
+        T = max(T, 1)  # no steps are one segment, too: c_last = c0 has to be written
         segments = 1 if B * H >= 32768 else min(128, triton.cdiv(131072, B * H), triton.cdiv(T, 4 * FO_CHUNK))
-        length = triton.cdiv(triton.cdiv(T, max(1, segments)), FO_CHUNK) * FO_CHUNK
-        segments = triton.cdiv(T, length) if T else 1
+        length = triton.cdiv(triton.cdiv(T, segments), FO_CHUNK) * FO_CHUNK
+        segments = triton.cdiv(T, length)  # rounding length up can leave fewer
         D = 64 if z.element_size() == 2 else 32
         ptx = z.is_cuda and torch.version.hip is None and z.dtype != torch.float64
         settings = dict(SEGMENTED=segments > 1, PTX=ptx, U=FO_CHUNK, D=D, num_warps=1, enable_fp_fusion=True)
-        return z, f, o, (triton.cdiv(H, D) * B, segments), max(length, FO_CHUNK), settings
+        return z, f, o, (triton.cdiv(H, D) * B, segments), length, settings
 
     def _fo_forward_triton(z, f, o, c0, act):
         """_fo_forward_torch on a GPU; on a CPU too, if TRITON_INTERPRET=1 was set before the import."""
