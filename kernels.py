@@ -1290,9 +1290,8 @@ if triton is not None:
 # inputs. So gates come in, and their gradient goes out, as one tensor: cutting them with chunk() outside would make
 # autograd glue the three gradients together again, nearly half of the backward pass's traffic. The third output, edges, is
 # for the backward pass only.
-@torch.library.custom_op("kernels::fo_pool", mutates_args=(),
-                         schema="(Tensor[] banks, Tensor? c0) -> (Tensor, Tensor, Tensor)")
-def _fo_op(banks, c0):
+@torch.library.custom_op("kernels::fo_pool", mutates_args=())
+def _fo_op(banks: list[torch.Tensor], c0: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     act = len(banks) == 1
     z, f, o = banks[0].chunk(3, dim=-1) if act else banks
     forward = _fo_forward_triton if z.is_cuda and triton is not None else _fo_forward_torch
@@ -1308,9 +1307,9 @@ def _(banks, c0):
     return x.new_empty(B, T, H), x.new_empty(B, H, dtype=state), x.new_empty((T + FO_CHUNK - 1) // FO_CHUNK * B * H, dtype=state)
 
 
-@torch.library.custom_op("kernels::fo_pool_backward", mutates_args=(),
-                         schema="(Tensor[] banks, Tensor edges, Tensor? dh, Tensor? dc_last) -> (Tensor[], Tensor)")
-def _fo_backward_op(banks, edges, dh, dc_last):
+@torch.library.custom_op("kernels::fo_pool_backward", mutates_args=())
+def _fo_backward_op(banks: list[torch.Tensor], edges: torch.Tensor, dh: torch.Tensor | None,
+                    dc_last: torch.Tensor | None) -> tuple[list[torch.Tensor], torch.Tensor]:
     act = len(banks) == 1
     z, f, o = banks[0].chunk(3, dim=-1) if act else banks
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in banks]
@@ -1335,7 +1334,7 @@ def _fo_setup_context(ctx, inputs, output):
 
 def _fo_autograd(ctx, dh, dc_last, _):
     *banks, edges = ctx.saved_tensors
-    grads, dc0 = torch.ops.kernels.fo_pool_backward(banks, edges, dh, dc_last)
+    grads, dc0 = _fo_backward_op(banks, edges, dh, dc_last)
     return grads, dc0 if ctx.needs_input_grad[1] else None
 
 
@@ -1353,7 +1352,7 @@ def _fo_pool(name, banks, H, c0):
         raise ValueError(f"{name}: c0 must be {state} of shape ({x.size(0)}, {H}), got {c0.dtype} of shape "
                          f"{tuple(c0.shape)}; pass the c_last of the window before, or None for zeros")
     _check_meta(name, *banks, *([] if c0 is None else [c0]))
-    h, c_last, _ = torch.ops.kernels.fo_pool(banks, c0)
+    h, c_last, _ = _fo_op(banks, c0)
     return h, c_last
 
 
