@@ -847,7 +847,8 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):
-    "In words, which path hadamard_affine takes there, for the log of whoever uses it"
+    "In words, which path hadamard_affine takes there, for the log of whoever uses it; ValueError as there for an order that does not exist"
+    _check_orders(d, n_head, heads_only)
     if torch.device(device).type != "cuda":
         return "PyTorch, two small dense factors"
     if triton is None:
