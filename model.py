@@ -255,7 +255,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
         return blocked_attention(*flat, seed, dropout).unflatten(0, q.shape[:2])
     if flash:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=bool(T > 1))
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # bool() leaves a symbol
     if T > 1:
         mask = q.new_full((T, T), -math.inf).triu(1)
     scores = q @ k.mT * q.size(-1) ** -0.5  # T = 1, too: of a fused kernel one multiprocessor alone would read all these wide k and v

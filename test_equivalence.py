@@ -922,6 +922,14 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
         assert error(attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)) < 1e-12
 
 
+def test_gpt_attention_by_pytorchs_operator_compiles_for_any_length():
+    "As on a GPU, which meta stands for: at the second length torch.compile makes T symbolic, and the operator takes no symbol for is_causal"
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    for T in (5, 9, 1):
+        q = torch.empty(1, 2, T, 8, device="meta")
+        assert compiled(q, q, q).shape == q.shape
+
+
 def test_gpt_shapes_that_do_not_fit_are_one_line():
     "Some of them used to be computed: values of more positions than there are keys, one target for a whole window"
     q, long = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 9, 8)
