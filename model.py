@@ -292,9 +292,11 @@ class Attention(nn.Module):
         elif self.attn_out != "none":
             self.alpha = nn.Parameter(torch.empty(d))
             self.beta = nn.Parameter(torch.empty(d))
-            self.order = hadamard_heads(config) if self.attn_out == "hadamard" else config.n_head  # h of H_d = H_h (x) H_(d / h)
+        self.one_pass = False                                # whether a GPU takes out, the residual and the next norm in one kernel
+        if self.attn_out in ("hadamard", "head_hadamard"):
             heads_only = self.attn_out == "head_hadamard"
-            self.one_pass = (heads_only or self.attn_out == "hadamard") and hadamard_norm_is_fused(d, self.order, heads_only)
+            self.order = config.n_head if heads_only else hadamard_heads(config)         # h of H_d = H_h (x) H_(d / h)
+            self.one_pass = hadamard_norm_is_fused(d, self.order, heads_only)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, table=None, cache=None, at=None, mask=None, residual=None, norm=None):
@@ -368,7 +370,7 @@ class Block(nn.Module):
         "x (B, T, d) -> (B, T, d); the rest as in Attention.forward"
         if self.mlp is None:
             return x + self.attn(self.ln_1(x), table, cache, at, mask)
-        if x.is_cuda and getattr(self.attn, "one_pass", False) and not (self.training and self.attn.dropout):
+        if x.is_cuda and self.attn.one_pass and not (self.training and self.attn.dropout):
             x, n = self.attn(self.ln_1(x), table, cache, at, mask, x, self.ln_2)
         else:
             x = x + self.attn(self.ln_1(x), table, cache, at, mask)
