@@ -802,8 +802,8 @@ SHAQ_PRESETS = {                                                        # parame
 
 
 def last(x, n):
-    """The last n positions of x (B, T, d). x[:, -n:] would be all of them at n = 0, a bug of the published code."""
-    return x[:, max(0, x.size(1) - max(0, n)):]
+    """The last n positions of x (B, T, d), none for n <= 0. x[:, -n:] would be all of them at n = 0, a bug of the published code."""
+    return x[:, max(0, x.size(1) - n):]
 
 
 def each(state, f):
