@@ -855,7 +855,7 @@ class MemoryAttention(nn.Module):
         super().__init__()
         d = config.n_embd
         self.config = config
-        self.mem_len = config.mem_len if config.memory == "full" else 0
+        self.mem_len = config.mem_len if config.memory == "full" else 0  # none: a memory of no rows; over_mean() keeps its own
         self.W_q = nn.Linear(d, d)
         self.ln_q = nn.LayerNorm(d, eps=1e-12)
         if config.gates:
@@ -1136,8 +1136,9 @@ class SHAQ(nn.Module):
                     if one is None:
                         rings = fresh
                         one = captured(step, idx.device, [new, *tensors(rings)])
-                    for old, now in zip(tensors(rings), tensors(fresh)):
-                        old.copy_(now)
+                    else:                                               # where the graph reads and writes them
+                        for old, now in zip(tensors(rings), tensors(fresh)):
+                            old.copy_(now)
                     for _ in range(n):
                         u.copy_(uniform[len(out) - 1])
                         one()
