@@ -1428,7 +1428,7 @@ def load_checkpoint(path, kind=None):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(ckpt, dict) or ckpt.get("kind") not in KINDS or not {"config", "model", "data"} <= set(ckpt):
             raise KeyError
-        if kind == ckpt["kind"] and not {"settings", "optimizer", "step", "evaluated"} <= set(ckpt):  # enough to sample from alone
+        if kind == ckpt["kind"] and not {"settings", "optimizer", "step", "evaluated"} <= set(ckpt):  # sampling would do without
             raise KeyError
         held = {name: t.shape for name, t in ckpt["model"].items()}
         with zipfile.ZipFile(path) as z:  # torch.load leaves the checksums unread

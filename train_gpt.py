@@ -153,7 +153,7 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
         for i in range(m.rank * micro_batch, n, m.world * micro_batch):
             x, y = stack(tokens, windows[i:i + micro_batch], T, m.device)
             total += torch.tensor([model(x, y).item() * len(x), len(x)])
-    total = m.mean(total.to(m.device) if m.device.type == "cuda" else total)
+    total = m.mean(total.to(m.device) if m.device.type == "cuda" else total)  # NCCL reduces on the GPU; Apple's GPUs have no fp64
     return (total[0] / total[1]).item()
 
 
@@ -265,13 +265,13 @@ def main():
             bits = val / np.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {unit}, perplexity {np.exp(val):.2f}, "
                 f"{bits:.4f} bits per byte")
-            evaluated, both = step, {}
+            evaluated, more = step, {}
             if s["eval_windows"] == "first":  # [2]'s table has both splits; of training the book draws other windows each time
                 drawn = np.random.default_rng((s["seed"], step))
-                both["train_loss"] = evaluate(model, data.train, s["eval_tokens"], micro, m, drawn)
-                say(f"step {step}/{s['max_steps']}  training split: {both['train_loss']:.4f} nats per {unit}")
+                more["train_loss"] = evaluate(model, data.train, s["eval_tokens"], micro, m, drawn)
+                say(f"step {step}/{s['max_steps']}  training split: {more['train_loss']:.4f} nats per {unit}")
             if m.rank == 0:
-                log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits, **both)
+                log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits, **more)
             saved = save(step) if step or last else saved
             clock = time.perf_counter()
         if last:
