@@ -117,19 +117,19 @@ def build(s, c, data, m):
 # Data: streams read in order, windows of random length
 
 
-def lengths(rng, bptt, n):
+def window_lengths(rng, bptt, n):
     "The published draw: 0.95 of all windows about bptt long, the others half of that; at least 5, at most bptt"
     mean = np.where(rng.random(n) < 0.95, bptt, bptt // 2)
     return np.clip(rng.normal(mean, 5).astype(int), 5, bptt)
 
 
 def window_length(seed, step, bptt):
-    return int(lengths(np.random.default_rng((seed, step)), bptt, 1)[0])
+    return int(window_lengths(np.random.default_rng((seed, step)), bptt, 1)[0])
 
 
 def average_length(seed, bptt):
     "Tokens a step takes from each stream, on average. Of 1,000 windows it can be 1% off: a third of an epoch in 32"
-    return float(lengths(np.random.default_rng(seed), bptt, 100_000).mean())
+    return float(window_lengths(np.random.default_rng(seed), bptt, 100_000).mean())
 
 
 def read(tokens, streams, length, at, T, device):
@@ -210,7 +210,7 @@ def main():
         if typed.get("preset", stored["preset"]) != stored["preset"]:
             die(f"{stage2} is of --preset={stored['preset']}, and stage 2 goes on with its model: drop --preset={typed['preset']}")
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
-        stored = {k: v for k, v in stored.items() if k not in typed and k not in ("out_dir", "min_lr")}
+        stored = {k: v for k, v in stored.items() if k not in typed and k not in ("out_dir", "min_lr")}  # a new run: any flag may be typed
     s, c = settle(typed, stored, m)
     s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
@@ -252,7 +252,7 @@ def main():
     if s["compile"]:
         model.compile()
     per_epoch = length / average_length(s["seed"], s["bptt"])
-    if s.get("max_steps") is None:
+    if s.get("max_steps") is None:  # nobody set it, or stage 2 took it back
         s["max_steps"] = math.ceil(s["epochs"] * per_epoch)
     if first > s["max_steps"]:
         die(f"--max_steps={s['max_steps']}: {path} is at step {first} already; take more, or sample from it with model.py")
