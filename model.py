@@ -957,14 +957,15 @@ class MemoryAttention(nn.Module):
         "Where the row of position n (1,) goes in a ring of that length, and attend()'s mask (1, length) of the rows it may see"
         if self.config.memory != "mean":
             return n % length, up_to(n, length, dtype)
-        i = n % (length - 1)
-        return 1 + i, torch.cat((torch.where(n > i, 0.0, -math.inf).to(dtype)[None], up_to(i, length - 1, dtype)), 1)
+        p = self.config.mean_window
+        i = n % p                                                       # its place in the open window
+        return 1 + i, torch.cat((torch.where(n >= p, 0.0, -math.inf).to(dtype)[None], up_to(i, p, dtype)), 1)   # W, if any; H
 
     def unring(self, before, rows, n):
         "What memory, before as ring() took it, has become"
-        n, length = int(n), rows.size(1)
+        n, length, p = int(n), rows.size(1), self.config.mean_window
         if self.config.memory == "mean":
-            return before[0], rows[:, :int(n >= length - 1)], rows[:, 1:1 + n % (length - 1)]      # C, W if there is one, H
+            return before[0], rows[:, :int(n >= p)], rows[:, 1:1 + n % p]                          # C, W if there is one, H
         return last(rows[:, :n] if n <= length else rows.roll(-(n % length), 1), self.mem_len)
 
     def attend(self, q, m, mask=None):
