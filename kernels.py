@@ -211,10 +211,10 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
 def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     "-> (dalpha, dbeta); given alpha, dx as well, and then x is what the forward pass kept, x @ H: one walk reads and widens dy once"
     r, transform = _blocks(x, n_head, heads_only)
-    dtype = torch.promote_types(x.dtype, torch.float32 if alpha is None else torch.promote_types(alpha.dtype, torch.float32))
+    dtype = reduce(torch.promote_types, [x.dtype, torch.float32] + ([] if alpha is None else [alpha.dtype]))
     dalpha, dbeta = (x.new_zeros(1, x.shape[1], dtype=dtype) for _ in range(2))
     ones, w = x.new_ones(1, r, dtype=dtype), x.new_empty(r, x.shape[1], dtype=dtype)
-    wide, narrow = (None, None) if dtype == x.dtype else (torch.empty_like(w), x.new_empty(r, x.shape[1]))
+    wide, narrow = (None, None) if dtype == x.dtype else (torch.empty_like(w), x.new_empty(r, x.shape[1]))  # for g; for alpha * g
     late = x.dtype == torch.float16  # its short range would lose small gradients if they were scaled before the sums
     dx = x if alpha is None else torch.empty_like(x)  # written to with alpha alone
     if alpha is not None:
@@ -1008,7 +1008,7 @@ def _fo_forward_torch(z, f, o, c0, act):
                 torch.addcmul(end[:, k - 1], f_[:, k - 1, -1], start[:, k - 1], out=start[:, k])
             c[:, :, 1:].addcmul_(f_, start[:, :, None])
         last.copy_(end[:, -1])
-        m = -(-L // FO_CHUNK)
+        m = -(-L // FO_CHUNK)  # edges of a chunk: one, but for a span that is one long chunk
         edges[t // FO_CHUNK:t // FO_CHUNK + K * m].unflatten(0, (K, m)).copy_(c[:, :, :L:FO_CHUNK].permute(1, 2, 0, 3))
         torch.mul(o_, c[:, :, 1:], out=o_)
         h[:, t:t + K * L].copy_(o_.flatten(1, 2))

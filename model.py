@@ -401,7 +401,7 @@ class HeadLoss(torch.autograd.Function):
         grads = grads and any(ctx.needs_input_grad)
         dx = torch.empty_like(x_) if grads else None
         loss, dw = 0.0, None
-        for i in range(0, max(1, len(x)), n):
+        for i in range(0, max(1, len(x)), n):  # once for no rows, too, which have a dw of zeros
             rows = x_[i:i + n]                                                           # (n, d)
             logits = rows @ w_.T                                                         # (n, V)
             logits = logits if dtype == torch.float64 else logits.float()
@@ -600,7 +600,7 @@ class GPT(nn.Module):
                 u.copy_(uniform[i])
                 if use_cache and idx.size(1) - done == 1:
                     at.fill_(done - start)
-                    step(min(size, (done - start) // stride * stride + stride))()
+                    step(min(size, (done - start) // stride * stride + stride))()  # the next multiple of stride above the token's place
                 else:
                     x = self.hidden(idx[:, done:], cache, done - start)
                     new.copy_(sample(self.lm_head(x[:, -1]), temperature, top_k, u))

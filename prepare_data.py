@@ -140,7 +140,7 @@ class Parser(argparse.ArgumentParser):
 
     class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
         def _get_help_string(self, action):
-            return action.help if action.default in (None, "", "\n") else super()._get_help_string(action)
+            return action.help if action.default in (None, "", "\n") else super()._get_help_string(action)  # these would not show
 
     def __init__(self, **kw):
         super().__init__(allow_abbrev=False, formatter_class=self.Help, **kw)
