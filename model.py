@@ -29,8 +29,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (_check_meta, _reverse_mode_only, hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused,
-                     qrnn_pool, triton)
+from kernels import (_check_meta, _check_order, _reverse_mode_only, _split_order, hadamard_affine, hadamard_affine_norm, hadamard_matrix,
+                     hadamard_norm_is_fused, qrnn_pool, triton)
 
 # -----------------------------------------------------------------------------
 # GPT: settings
@@ -80,12 +80,11 @@ SIZES = {  # [1, table 2 and v1's sizes]: these reproduce every published parame
 def hadamard_heads(config):
     """The h of the layer's H = H_h (x) H_(d/h): n_head where both factors exist, which makes the inner one foldable into W_V; else 1, the
     plain H_d. The order of the factors is a free choice of H: for 16 heads of 96 it is not that of H_12 (x) H_128, else it is the same."""
-    try:
-        hadamard_matrix(config.n_head), hadamard_matrix(config.n_embd // config.n_head)
-        return config.n_head
-    except ValueError:
-        hadamard_matrix(config.n_embd)  # raises, naming the nearest widths, where that does not exist either
-        return 1
+    d, h = config.n_embd, config.n_head
+    if _split_order(h) and _split_order(d // h):
+        return h
+    _check_order(d)  # raises, naming the nearest widths, where there is no H_d either
+    return 1
 
 
 # -----------------------------------------------------------------------------
