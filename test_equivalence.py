@@ -1454,17 +1454,27 @@ def signals():
 
 
 @pytest.fixture
-def train(tmp_path, data_dir, capsys, monkeypatch, signals):
-    "train(flags...) runs train_gpt.py's main here -> (exit status, stdout, stderr, records of log.jsonl)"
-    def run(*flags, out="out", keep=None):
+def run_here(capsys, monkeypatch, signals):
+    "run_here(script, argv, its out_dir) -> (exit status, stdout, stderr, records of log.jsonl)"
+    def run(script, argv, out):
         capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", command(tmp_path / out, data_dir, *flags, keep=keep)[1:])
+        monkeypatch.setattr(sys, "argv", argv)
         try:
-            pd.run(train_gpt.main)
+            pd.run(script.main)
             status = 0
         except SystemExit as e:
             status = e.code
-        return (status, *capsys.readouterr(), records(tmp_path / out))
+        said, err = capsys.readouterr()
+        print(said), print(err, file=sys.stderr)  # where the test fails, they are shown
+        return status, said, err, records(out)
+    return run
+
+
+@pytest.fixture
+def train(tmp_path, data_dir, run_here):
+    "train(flags...) runs train_gpt.py here"
+    def run(*flags, out="out", keep=None):
+        return run_here(train_gpt, command(tmp_path / out, data_dir, *flags, keep=keep)[1:], tmp_path / out)
     return run
 
 
@@ -1514,8 +1524,8 @@ def losses(log):
 
 def one_line(result, *words, status=1):
     "The run ended with status and one line on stderr that holds all words"
-    err = "\n".join(line for line in result[2].splitlines() if not line.startswith("warning: "))
-    assert result[0] == status and err.count("\n") == 0 and "Traceback" not in result[1] + result[2], result[:3]
+    err = "".join(line for line in result[2].splitlines(True) if not line.startswith("warning: "))
+    assert result[0] == status and err.count("\n") == 1 and "Traceback" not in result[1] + result[2], result[:3]
     assert all(str(w) in err for w in words), (words, err)
 
 
@@ -1894,14 +1904,12 @@ def test_train_goes_on_in_a_folder_that_was_moved(train, tmp_path, monkeypatch):
     assert "ckpt.pt.old" in train("--max_steps=0", out="out/gpt")[1] and (tmp_path / "out/gpt/ckpt.pt.old").exists()
 
 
-def test_train_dtype_is_that_of_training_and_evaluation_and_stays(train, train_shaq_here, tmp_path):
-    for kind, run in (("gpt", train), ("shaq", lambda *flags, out: train_shaq_here(*flags, f"--out_dir={tmp_path / out}"))):
-        for dtype in ("float32", "bfloat16"):
-            run("--max_steps=1", f"--dtype={dtype}", out=kind + dtype)
-        low, high = (losses(records(tmp_path / (kind + dtype))) for dtype in ("float32", "bfloat16"))
+def test_train_dtype_is_that_of_training_and_evaluation_and_stays(train, train_shaq_here):
+    for run, kind in ((train, "gpt"), (train_shaq_here, "shaq")):
+        high, low = (losses(run("--max_steps=1", f"--dtype={dtype}", out=kind + dtype)[3]) for dtype in ("float32", "bfloat16"))
         assert all(a[0] != b[0] for a, b in zip(low, high))  # the same weights, batch and dropout
-        run("--resume", "--max_steps=2", out=kind + "bfloat16")
-        assert ["bfloat16, as asked" in r["machine"] for r in records(tmp_path / (kind + "bfloat16")) if "machine" in r] == [True] * 2
+        log = run("--resume", "--max_steps=2", out=kind + "bfloat16")[3]
+        assert ["bfloat16, as asked" in r["machine"] for r in log if "machine" in r] == [True] * 2
 
 
 def test_train_seed_draws_the_first_weights():
@@ -2895,21 +2903,16 @@ def random_words(n):
 
 
 @pytest.fixture
-def text_data(tmp_path):
+def train_shaq_here(tmp_path, run_here, monkeypatch):
+    "train_shaq_here(flags...) runs train_shaq.py here"
     pd.prepare(str(tmp_path / "data/mine"), "mine", "byte", random_words(1500), "random words")
-    return tmp_path
-
-
-@pytest.fixture
-def train_shaq_here(tmp_path, text_data, monkeypatch, signals):
-    "train_shaq_here(flags...) runs train_shaq.py's main in this process"
     generate = SHAQ.generate  # at the end a sample, which at 400 bytes takes longer than all else: whole in processes of their own only
     monkeypatch.setattr(SHAQ, "generate", lambda model, ids, n, *a, **kw: generate(model, ids, min(n, 20), *a, **kw))
 
-    def run(*flags):
+    def run(*flags, out="out"):
         start = [] if "--resume" in flags else ["--dataset=mine", *TINY_SHAQ, "--max_minutes=0", "--batch=2", "--bptt=20"]
-        monkeypatch.setattr(sys, "argv", ["train_shaq.py", f"--data_dir={text_data / 'data'}", "--device=cpu", *start, *flags])
-        pd.run(train_shaq.main)
+        given = f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / out}", "--device=cpu", *start, *flags
+        return run_here(train_shaq, ["train_shaq.py", *given], tmp_path / out)
     return run
 
 
@@ -2934,83 +2937,76 @@ def test_train_shaq_evaluation_by_hand():
     assert train_shaq.evaluate(m, tokens, 2**62, dict(bptt=20), third, streams=2) == found
 
 
-def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_shaq_here, text_data, tmp_path, monkeypatch):
+def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_shaq_here, tmp_path, monkeypatch):
     monkeypatch.setattr(train_shaq, "LAPTOP", train_shaq.PAPER)  # as on a GPU: 32 epochs
     monkeypatch.setattr(sys.modules[__name__], "TINY_SHAQ", [f for f in TINY_SHAQ if "eval_interval" not in f])
     monkeypatch.setattr(train_shaq, "Log", lambda path, first, step: asked.append(first["settings"]) or sys.exit())
-    epoch = (len(pd.load_dataset("mine", str(text_data / "data")).train) - 1) // 2 / train_shaq.average_length(3, 20)
+    epoch = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2 / train_shaq.average_length(3, 20)
     for flags, steps, interval in (((), math.ceil(32 * epoch), round(epoch)), (["--max_steps=100"], 100, 5), (["--max_steps=9"], 9, 1)):
         asked = []
-        with pytest.raises(SystemExit):
-            train_shaq_here("--seed=3", f"--out_dir={tmp_path / 'out'}", *flags)
+        train_shaq_here("--seed=3", *flags)
         assert [(s["max_steps"], s["eval_interval"]) for s in asked] == [(steps, interval)]
 
 
-def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_shaq_here, tmp_path, monkeypatch, capsys):
-    whole, cut = (f"--out_dir={tmp_path / name}" for name in ("whole", "cut"))
-    train_shaq_here("--max_steps=6", "--eval_interval=3", whole)
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as e:
+def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_shaq_here, tmp_path, monkeypatch):
+    flags = "--max_steps=6", "--eval_interval=3"
+    whole = losses(train_shaq_here(*flags, out="whole")[3])
+    with monkeypatch.context() as patch:
         patch.setattr(train_shaq, "StopSignal", Stops)
-        train_shaq_here("--max_steps=6", "--eval_interval=3", cut)
-    assert e.value.code == 130 and "; saved step 3" in capsys.readouterr().out
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(train_shaq, "StopSignal", Stops)
+        status, out, *_ = train_shaq_here(*flags, out="cut")
+        assert status == 130 and "; saved step 3" in out
         patch.setattr(train_shaq, "write_or_warn", lambda path, f: False)  # a full disk: what is not saved is not said to be
-        train_shaq_here("--max_steps=6", "--eval_interval=3", f"--out_dir={tmp_path / 'full'}")
-    assert "saved" not in capsys.readouterr().out
-    train_shaq_here("--resume", cut)
-    one, two = (losses(records(tmp_path / name)) for name in ("whole", "cut"))
-    assert one == two and list(one[1]) == [0, 3, 6]
-    minutes = [r["minutes"] for r in records(tmp_path / "cut") if "minutes" in r]
+        status, out, *_ = train_shaq_here(*flags, out="full")
+        assert status == 130 and "saved" not in out
+    log = train_shaq_here("--resume", out="cut")[3]
+    assert losses(log) == whole and list(whole[1]) == [0, 3, 6]
+    minutes = [r["minutes"] for r in log if "minutes" in r]
     assert minutes == sorted(minutes) and len(minutes) == 9  # those of before the stop count
     os.renames(tmp_path / "cut", tmp_path / "out/shaq")  # moved to where it need not be named
     monkeypatch.chdir(tmp_path)
-    train_shaq_here("--resume", "--max_steps=7")
-    fails(capsys, lambda: train_shaq_here("--resume", "--max_steps=6"), "--max_steps=6", "is at step 7 already")
+    monkeypatch.setattr(sys, "argv", ["train_shaq.py", "--resume", "--max_steps=7"])
+    train_shaq.main()
+    one_line(train_shaq_here("--resume", "--max_steps=6", out="out/shaq"), "--max_steps=6", "is at step 7 already")
     assert list(losses(records(tmp_path / "out/shaq"))[0]) == list(range(7)) and not (tmp_path / "cut").exists()
 
 
-def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, capsys):
+def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
     pd.prepare(str(tmp_path / "data/three"), "three", "byte", np.random.default_rng(0).integers(97, 123, 24000).astype(np.uint8).tobytes(),
                "", percent=(90, 95))
-    out = f"--out_dir={tmp_path / 'o'}"
-    train_shaq_here("--dataset=three", "--max_steps=12", "--lr=0.5", out)  # so high a rate that the last checkpoint is not the best
-    best, log = torch.load(tmp_path / "o/best.pt", weights_only=True), records(tmp_path / "o")
+    _, said, _, log = train_shaq_here("--dataset=three", "--max_steps=12", "--lr=0.5", out="o")  # so high that the last is not the best
+    best = torch.load(tmp_path / "o/best.pt", weights_only=True)
     later = {i: v for i, v in losses(log)[1].items() if i}
     assert best["step"] == min(later, key=later.get) != 12 and best["best"] == min(later.values())
     data = pd.load_dataset("three", str(tmp_path / "data"))
     wanted = [train_shaq.evaluate(model_of(best), split, 400, dict(bptt=20), machine("cpu", "float32"), streams=n)
               for split, n in ((data.val, 16), (data.test, 8))]
     assert [best["best"]] + [r["test_loss"] for r in log if "test_loss" in r] == pytest.approx(wanted)
-    assert re.search(r"test, best checkpoint: \d\.\d+ bits per byte, of its first 400 bytes alone\n", capsys.readouterr().out)
+    assert re.search(r"test, best checkpoint: \d\.\d+ bits per byte, of its first 400 bytes alone\n", said)
     shutil.copytree(tmp_path / "o", tmp_path / "p")
     os.remove(tmp_path / "o/best.pt")
-    train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out)
-    said = capsys.readouterr().out
+    resume = "--resume", "--max_steps=13", "--eval_interval=13"
+    said = train_shaq_here(*resume, out="o")[1]
     assert "test, last step:" in said and "best validation loss" not in said and "o/ckpt.pt: the model (python" in said
     assert not (tmp_path / "o/best.pt").exists()  # the best so far is known from the checkpoint
-    out = f"--out_dir={tmp_path / 'p'}"
-    fails(capsys, lambda: train_shaq_here("--resume", "--max_steps=13", "--eval_tokens=300", out), "eval_tokens")  # would not compare
-    train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out)
-    assert "test, best checkpoint:" in capsys.readouterr().out  # which is from before
+    one_line(train_shaq_here("--resume", "--max_steps=13", "--eval_tokens=300", out="p"), "eval_tokens")  # would not compare
+    assert "test, best checkpoint:" in train_shaq_here(*resume, out="p")[1]  # which is from before
     torch.save(best | dict(best=best["best"] + 1), tmp_path / "p/best.pt")  # the disk was full when the best was found
-    train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out)
-    assert "test, last step:" in capsys.readouterr().out
+    assert "test, last step:" in train_shaq_here(*resume, out="p")[1]
 
 
-def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch, capsys):
+def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
     "Three bytes a token, in the test split five, a card of 1 GFLOP/s, windows of any length, a second a step and 50 an evaluation"
     pd.prepare(str(tmp_path / "data/three"), "three", "byte", random_words(900), "", percent=(80, 90))
     path = tmp_path / "data/three/meta.json"
     meta = json.loads(path.read_text())
     path.write_text(json.dumps(meta | dict(bytes=meta["bytes"] | dict(val=3 * meta["tokens"]["val"], test=5 * meta["tokens"]["test"]))))
     monkeypatch.setattr(train_shaq, "peak_flops", lambda m: (1e9, "here"))
-    monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: model if records(tmp_path / "o") else None)
+    monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: model if records(tmp_path / "out") else None)
     seconds, evaluate = itertools.count(), train_shaq.evaluate
     monkeypatch.setattr(train_shaq, "time", SimpleNamespace(perf_counter=seconds.__next__))
     monkeypatch.setattr(train_shaq, "evaluate", lambda *a, **kw: [next(seconds) for _ in range(50)] and evaluate(*a, **kw))
-    train_shaq_here("--dataset=three", "--max_steps=6", f"--out_dir={tmp_path / 'o'}")
-    (first, *log), minutes, said = records(tmp_path / "o"), 0.0, capsys.readouterr().out
+    _, said, _, (first, *log) = train_shaq_here("--dataset=three", "--max_steps=6")
+    minutes = 0.0
     flops = SHAQ(SHAQConfig(**first["config"])).flops_per_token(20)
     assert first["settings"]["min_lr"] == pytest.approx(first["settings"]["lr"] / 10)
     for r in log:
@@ -3027,83 +3023,80 @@ def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch, ca
     assert kind  # the last record is the test's
 
 
-def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, capsys, monkeypatch):
-    out = f"--out_dir={tmp_path / 'o'}"
-    fails(capsys, lambda: train_shaq_here("--bptt=90000", out), "--bptt=90000", "lower --bptt or --batch")
-    fails(capsys, lambda: train_shaq_here("--eval_tokens=10", out), "--eval_tokens")
-    fails(capsys, lambda: train_shaq_here(f"--device={ABSENT}", out), "take --device=cpu")
-    fails(capsys, lambda: train_shaq_here("--memory=mean", "--mem_len=20", out), "mem_len=20", "--bptt")  # whose name it has here
-    train_shaq_here("--max_steps=0", "--n_embd=8", out)
-    train_shaq_here("--max_steps=0", out)  # the best is this run's, though there was another's
-    assert losses(records(tmp_path / "o"))[1].keys() == {0}
-    assert torch.load(tmp_path / "o/best.pt", weights_only=True)["config"]["n_embd"] == 16
-    fails(capsys, lambda: train_shaq_here("--resume", "--n_embd=32", out), "n_embd", "checkpoint")
-    fails(capsys, lambda: train_shaq_here("--resume", "--max_minutes=9", out), "max_minutes", "checkpoint")  # the schedule hangs on it
-    fails(capsys, lambda: train_shaq_here("--attn_layers=x", out), "--attn_layers", "invalid N[,N] value: 'x'", status=2)
+def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch):
+    one_line(train_shaq_here("--bptt=90000"), "--bptt=90000", "lower --bptt or --batch")
+    one_line(train_shaq_here("--eval_tokens=10"), "--eval_tokens")
+    one_line(train_shaq_here(f"--device={ABSENT}"), "take --device=cpu")
+    one_line(train_shaq_here("--memory=mean", "--mem_len=20"), "mem_len=20", "--bptt")  # whose name it has here
+    train_shaq_here("--max_steps=0", "--n_embd=8")
+    train_shaq_here("--max_steps=0")  # the best is this run's, though there was another's
+    assert losses(records(tmp_path / "out"))[1].keys() == {0}
+    assert torch.load(tmp_path / "out/best.pt", weights_only=True)["config"]["n_embd"] == 16
+    one_line(train_shaq_here("--resume", "--n_embd=32"), "n_embd", "checkpoint")
+    one_line(train_shaq_here("--resume", "--max_minutes=9"), "max_minutes", "checkpoint")  # the schedule hangs on it
+    one_line(train_shaq_here("--attn_layers=x"), "--attn_layers", "invalid N[,N] value: 'x'", status=2)
     assert train_shaq.blocks("4,2") == (2, 4)
     with monkeypatch.context() as patch:
         patch.setattr(train_shaq, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 3, ""))
         patch.setattr(model_py.Machine, "all", lambda self, done: done)
-        fails(capsys, lambda: train_shaq_here(out), "--batch=2", "3 processes: take a multiple of 3, or another number of processes")
-        fails(capsys, lambda: train_shaq_here("--resume", out), "3 processes: take another number of processes")  # it refuses a batch
+        one_line(train_shaq_here(), "--batch=2", "3 processes: take a multiple of 3, or another number of processes")
+        one_line(train_shaq_here("--resume"), "3 processes: take another number of processes")  # it refuses a batch
     with monkeypatch.context() as patch:
         patch.setattr(train_shaq, "write_or_warn", lambda path, f: path.endswith("best.pt"))  # a full disk
-        fails(capsys, lambda: train_shaq_here("--max_steps=1", out), "could not be written")
+        one_line(train_shaq_here("--max_steps=1"), "could not be written")
         patch.setattr(train_shaq, "write_or_warn", lambda path, f: path.endswith("ckpt.pt"))
-        fails(capsys, lambda: train_shaq_here("--max_steps=1", "--n_embd=8", out), "could not be written", "best.pt")
-    fails(capsys, lambda: train_shaq_here("--resume", "--stage2=x", out), "--stage2", "--resume")
-    fails(capsys, lambda: train_shaq_here("--stage2=", out), "does not exist")
+        one_line(train_shaq_here("--max_steps=1", "--n_embd=8"), "could not be written", "best.pt")
+    one_line(train_shaq_here("--resume", "--stage2=x"), "--stage2", "--resume")
+    one_line(train_shaq_here("--stage2="), "does not exist")
     torch.save(dict(kind="GPT", config={}, model={}, data={}), tmp_path / "gpt.pt")
-    fails(capsys, lambda: train_shaq_here(f"--stage2={tmp_path / 'gpt.pt'}", out), "gpt.pt is a checkpoint of train_gpt.py", "another\n")
+    one_line(train_shaq_here(f"--stage2={tmp_path / 'gpt.pt'}"), "gpt.pt is a checkpoint of train_gpt.py", "another\n")
     for interval in (1, 100):
         flags = "--optimizer=adamw", "--lr=1e30", "--warmup_steps=0", "--max_steps=20", f"--eval_interval={interval}"
-        fails(capsys, lambda: train_shaq_here(*flags, out), "Lower --lr")
-    train_shaq_here("--max_steps=0", out)
+        one_line(train_shaq_here(*flags), "Lower --lr")
+    train_shaq_here("--max_steps=0")
     pd.prepare(str(tmp_path / "mine"), "mine", "byte", b"other " * 2000, "")
-    fails(capsys, lambda: train_shaq_here("--resume", "--max_steps=9", f"--data_dir={tmp_path}", out), "SHA-256", "prepare the same data")
+    one_line(train_shaq_here("--resume", "--max_steps=9", f"--data_dir={tmp_path}"), "SHA-256", "prepare the same data")
 
 
-def test_train_shaq_max_minutes_shortens_the_schedule(train_shaq_here, tmp_path, capsys, monkeypatch):
+def test_train_shaq_max_minutes_shortens_the_schedule(train_shaq_here, tmp_path, monkeypatch):
     ticks = itertools.chain(range(0, 500, 100), itertools.count(401))  # start, evaluation, three slow steps, then each takes a second
     monkeypatch.setattr(train_shaq, "time", SimpleNamespace(perf_counter=ticks.__next__))
-    train_shaq_here("--max_minutes=0.45", "--max_steps=400", f"--out_dir={tmp_path / 'short'}")
-    assert "will do for 27 steps here" in capsys.readouterr().out
-    assert list(losses(records(tmp_path / "short"))[0]) == list(range(27))
+    _, said, _, log = train_shaq_here("--max_minutes=0.45", "--max_steps=400")
+    assert "will do for 27 steps here" in said and list(losses(log)[0]) == list(range(27))
 
 
 @pytest.mark.parametrize("preset, optimizer", [("sharnn", "lamb"), ("shaq", "adamw")])
-def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(text_data, preset, optimizer, train_shaq_here, monkeypatch, capsys):
-    monkeypatch.chdir(text_data)
+def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, train_shaq_here, tmp_path, monkeypatch):
     flags = [f"--preset={preset}", f"--optimizer={optimizer}", "--schedule=constant", "--warmup_steps=1", "--batch=4", "--bptt=100"]
-    train_shaq_here(*flags, "--max_steps=25", "--out_dir=whole")  # 9,000 bytes: a new epoch on the way
-    assert "sample:" in capsys.readouterr().out and (text_data / "whole/best.pt").exists()
-    train_shaq_here(*flags, "--max_steps=13", "--out_dir=parts")
-    assert len(losses(records(text_data / "parts"))[0]) == 13
-    resume = train_shaq_here if preset == "shaq" else lambda *flags: _train_shaq(text_data, *flags)  # in a fresh process
-    resume("--resume", "--max_steps=25", "--out_dir=parts")
-    one, two = (losses(records(text_data / out))[0] for out in ("whole", "parts"))
+    status, said, _, whole = train_shaq_here(*flags, "--max_steps=25", out="whole")  # 9,000 bytes: a new epoch on the way
+    assert status == 0 and "sample:" in said and (tmp_path / "whole/best.pt").exists()
+    assert len(losses(train_shaq_here(*flags, "--max_steps=13", out="parts")[3])[0]) == 13
+    if preset == "shaq":
+        assert train_shaq_here("--resume", "--max_steps=25", out="parts")[0] == 0
+    else:  # in a fresh process
+        _train_shaq(tmp_path, "--resume", "--max_steps=25", "--out_dir=parts")
+    one, two = losses(whole)[0], losses(records(tmp_path / "parts"))[0]
     assert len(one) == 25 and one == two
-    ckpt = torch.load(text_data / "parts/ckpt.pt", weights_only=True)
+    ckpt = torch.load(tmp_path / "parts/ckpt.pt", weights_only=True)
     group = ckpt["optimizer"]["param_groups"][0]
     assert ckpt["step"] == 25 and ckpt["epoch"] >= 1 and ("max_norm" in group) == (optimizer == "lamb") and group["weight_decay"] == 1.2e-6
-    assert {r["lr"] for r in records(text_data / "whole") if "lr" in r} == {8e-3}
+    assert {r["lr"] for r in whole if "lr" in r} == {8e-3}
     if preset == "sharnn":  # the published second stage: fresh optimiser, half the rate, from the best weights
-        best = load_checkpoint("whole/best.pt")
+        best, stage2 = load_checkpoint(str(tmp_path / "whole/best.pt")), f"--stage2={tmp_path / 'whole/best.pt'}"
         laptop = dict(schedule="cosine", device="mps")
-        torch.save(best | dict(settings=best["settings"] | laptop), "whole/best.pt")
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        torch.save(best | dict(settings=best["settings"] | laptop), tmp_path / "whole/best.pt")
+        with monkeypatch.context() as patch:
             patch.setattr(train_shaq, "StopSignal", lambda: SimpleNamespace(number=15))
-            train_shaq_here("--stage2=whole/best.pt", "--out_dir=second")
-        out, (first, *log) = capsys.readouterr().out, records(text_data / "second")
-        length = (len(pd.load_dataset("mine", str(text_data / "data")).train) - 1) // 2
-        assert f"lr {8e-3 / 2:g} constant" in out and first["settings"]["epochs"] == 5
+            status, said, _, (first, *log) = train_shaq_here(stage2, out="second")
+        length = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2
+        assert status == 130 and f"lr {8e-3 / 2:g} constant" in said and first["settings"]["epochs"] == 5
         assert "--dtype and --compile stay as on mps" in first["machine"]
         assert (first["settings"]["max_minutes"], first["settings"]["paced"]) == (0.0, False)  # not the first stage's
         assert first["settings"]["min_lr"] == pytest.approx(8e-3 / 2 / 10) and log[0]["val_loss"] == pytest.approx(best["best"], rel=1e-5)
         assert first["settings"]["max_steps"] == math.ceil(5 * length / train_shaq.average_length(first["settings"]["seed"], 20))
         assert [r["step"] for r in log] == [0, 0]
-        fails(capsys, lambda: train_shaq_here("--stage2=whole/best.pt", "--n_layer=3", "--out_dir=x"), "another model")
-        fails(capsys, lambda: train_shaq_here("--stage2=whole/best.pt", "--preset=shaq", "--out_dir=x"), "drop --preset=shaq")
+        one_line(train_shaq_here(stage2, "--n_layer=3"), "another model")
+        one_line(train_shaq_here(stage2, "--preset=shaq"), "drop --preset=shaq")
 
 
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
@@ -3161,33 +3154,31 @@ def test_shaq_lstm_takes_16_bit_state_and_stays_fp32_on_a_gpu():
     torch.testing.assert_close(tuple(t.as_subclass(torch.Tensor) for t in (mine[0], *mine[1])), (wanted[0], *wanted[1]))
 
 
-def test_train_shaq_compiled_is_not_compiled(train_shaq_here, tmp_path, monkeypatch, capsys):
+def test_train_shaq_compiled_is_not_compiled(train_shaq_here, tmp_path, monkeypatch):
     from torch._dynamo.utils import counters
     counters.clear()
     monkeypatch.setattr(SHAQ, "compile", partialmethod(SHAQ.compile, backend="aot_eager"))
-    monkeypatch.chdir(tmp_path)
+    curves, kept = [], []
     for flag in (0, 1):
-        train_shaq_here("--preset=sharnn", "--n_layer=1", "--attn_layers=1", "--dropout=0", "--max_steps=5", f"--compile={flag}",
-                        f"--out_dir=c{flag}")
-        assert (counters["stats"]["unique_graphs"] > 0) == flag
+        status, said, _, log = train_shaq_here("--preset=sharnn", "--n_layer=1", "--attn_layers=1", "--dropout=0", "--max_steps=5",
+                                               f"--compile={flag}")
+        assert status == 0 and (counters["stats"]["unique_graphs"] > 0) == flag == (", compiled; MFU" in said)
+        curves.append(losses(log)[0])
+        kept.append(torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["model"].keys())
     assert not torch._dynamo.config.optimize_ddp  # which would cut each block's code
-    assert ", compiled; MFU" in capsys.readouterr().out
-    one, two = (losses(records(Path(out)))[0] for out in ("c0", "c1"))
-    assert two == pytest.approx(one, abs=1e-5) and len(one) == 5
-    assert torch.load("c0/ckpt.pt", weights_only=True)["model"].keys() == torch.load("c1/ckpt.pt", weights_only=True)["model"].keys()
+    assert curves[1] == pytest.approx(curves[0], abs=1e-5) and len(curves[0]) == 5 and kept[0] == kept[1]
 
 
 def test_train_shaq_flags_reach_the_model(train_shaq_here, tmp_path):
     model = dict(rnn="qrnn", ff="ffn", memory="mean", gates=False, rnn_residual=True, n_layer=2, n_head=2, attn_layers=[1, 2],
                  n_embd=24, mem_len=30, dropout=0.3)
     flags = [f"--{k}={int(v) if isinstance(v, bool) else '1,2' if k == 'attn_layers' else v}" for k, v in model.items()]
-    train_shaq_here(*flags, "--preset=sharnn", "--max_steps=3", "--lr=1e-3", "--min_lr=3e-4", "--warmup_steps=1", "--seed=3",
-                    "--weight_decay=0.1", "--grad_clip=0", f"--out_dir={tmp_path / 'flags'}")
-    first, *rest = records(tmp_path / "flags")
+    first, *rest = train_shaq_here(*flags, "--preset=sharnn", "--max_steps=3", "--lr=1e-3", "--min_lr=3e-4", "--warmup_steps=1",
+                                   "--seed=3", "--weight_decay=0.1", "--grad_clip=0")[3]
     assert {k: first["config"][k] for k in model} == model and first["config"]["mean_window"] == 20 and first["config"]["vocab_size"] == 256
     assert [r["lr"] for r in rest if "lr" in r] == pytest.approx([1e-3, 1e-3, 3e-4])
     assert [r["tokens"] for r in rest if "tokens" in r] == [2 * train_shaq.window_length(3, i, 20) for i in range(3)]  # the seed's
-    optimizer = torch.load(tmp_path / "flags/ckpt.pt", weights_only=True)["optimizer"]
+    optimizer = torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["optimizer"]
     moments = [s["exp_avg"] for s in optimizer["state"].values()]
     assert all(t.any() for t in moments)  # grad_clip=0 is no clipping, not no gradient
     assert torch.cat([t.flatten() for t in moments]).norm() > 0.25 * (1 - 0.9 ** 3)  # more than the default lets through
@@ -3207,23 +3198,22 @@ train_shaq.run(train_shaq.main)
 """
 
 
-def test_train_shaq_two_processes_are_one(text_data, train_shaq_here):
+def test_train_shaq_two_processes_are_one(train_shaq_here, tmp_path):
     flags = "--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3"
-    pd.prepare(str(text_data / "data/mine"), "mine", "byte", random_words(1500), "", percent=(80, 90))  # with a test split
-    train_shaq_here(*flags, f"--out_dir={text_data / 'one'}")
-    (text_data / "samples.py").write_text(SAMPLES.format(here=str(HERE)))
-    assert "sample:" in _train_shaq(text_data, *flags, "--out_dir=two", tool=TORCHRUN, script="samples.py").stdout
-    first, *log = records(text_data / "two")
+    pd.prepare(str(tmp_path / "data/mine"), "mine", "byte", random_words(1500), "", percent=(80, 90))  # with a test split
+    one = train_shaq_here(*flags, out="one")[3]
+    (tmp_path / "samples.py").write_text(SAMPLES.format(here=str(HERE)))
+    assert "sample:" in _train_shaq(tmp_path, *flags, "--out_dir=two", tool=TORCHRUN, script="samples.py").stdout
+    first, *two = records(tmp_path / "two")
     flops = SHAQ(SHAQConfig(**first["config"])).flops_per_token(24)
-    for r in log:
+    for r in two:
         if "loss" in r:  # of both, and of both cards
             assert r["tokens"] % 4 == 0 and r["tokens_per_s"] * r["ms"] == pytest.approx(1e3 * r["tokens"])
             assert r["mfu"] * 2e9 == pytest.approx(r["tokens_per_s"] * flops)
-    one, two = (losses(records(text_data / out)) for out in ("one", "two"))
-    assert len(one[0]) == 6 and all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two))
-    a, b = ([r["test_loss"] for r in records(text_data / out) if "test_loss" in r] for out in ("one", "two"))
+    assert len(losses(one)[0]) == 6 and all(a == pytest.approx(b, abs=2e-5) for a, b in zip(losses(one), losses(two)))
+    a, b = ([r["test_loss"] for r in log if "test_loss" in r] for log in (one, two))
     assert len(a) == 1 and a == pytest.approx(b, abs=2e-5)  # said once, of both
-    a, b = (tensors(torch.load(text_data / out / "ckpt.pt", weights_only=True)["state"]) for out in ("one", "two"))
+    a, b = (tensors(torch.load(tmp_path / out / "ckpt.pt", weights_only=True)["state"]) for out in ("one", "two"))
     assert len(a) == len(b) and all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a, b))  # the streams in their order
 
 
@@ -4133,17 +4123,15 @@ def test_bench_trains_as_the_training_scripts_do(train, data_dir, monkeypatch):
 def test_bench_trains_shaq_as_the_training_script_does(train_shaq_here, bench_data, tmp_path):
     text = ("n_embd=32,bptt=200,batch=32,max_steps=9,warmup_steps=2,eval_tokens=1024,dropout=0.1,lr=0.05,grad_clip=0.1,weight_decay=0.1,"
             "mem_len=300")
-    train_shaq_here("--dataset=words", f"--data_dir={bench_data}", *(f"--{part}" for part in text.split(",")), "--seed=1",
-                    f"--out_dir={tmp_path}")
+    log = train_shaq_here("--dataset=words", f"--data_dir={bench_data}", *(f"--{part}" for part in text.split(",")), "--seed=1")[3]
     trainer = bench.Trainer("shaq", bench.settings("shaq", text, ""), bench.load_dataset("words", str(bench_data)),
                             machine("cpu", "float32"), 1)
-    log = records(tmp_path)
     assert [trainer.step(i) for i in range(9)] == pytest.approx(list(losses(log)[0].values()), rel=1e-6)
     assert trainer.tokens == [r["tokens"] for r in log if "loss" in r] and trainer.validate() == pytest.approx(losses(log)[1][9], rel=1e-6)
     recipe = bench.settings("shaq", text, "") | dict(max_steps=None, epochs=3)  # as on a GPU, without --set=max_steps=
     assert bench.Trainer("shaq", recipe, trainer.data, trainer.m, 2).steps == math.ceil(
         3 * ((len(trainer.data.train) - 1) // 32) / train_shaq.average_length(2, 200))
-    assert torch.load(tmp_path / "ckpt.pt", weights_only=True)["epoch"] >= 1  # where an epoch ends what is remembered ends too
+    assert torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["epoch"] >= 1  # where an epoch ends what is remembered ends too
 
 
 def test_bench_run_shows_its_progress_takes_the_line_back_and_stops_at_nan(bench_data, monkeypatch, capsys):
