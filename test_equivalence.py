@@ -1445,17 +1445,10 @@ def data_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def signals():
-    "A script's main handles them; the test gives them back"
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))}
-    yield
-    for s, handler in handlers.items():
-        signal.signal(s, handler)
-
-
-@pytest.fixture
-def run_here(capsys, monkeypatch, signals):
+def run_here(capsys, monkeypatch):
     "run_here(script, argv, its out_dir) -> (exit status, stdout, stderr, records of log.jsonl)"
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))}
+
     def run(script, argv, out):
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", argv)
@@ -1467,7 +1460,9 @@ def run_here(capsys, monkeypatch, signals):
         said, err = capsys.readouterr()
         print(said), print(err, file=sys.stderr)  # where the test fails, they are shown
         return status, said, err, records(out)
-    return run
+    yield run
+    for s, handler in handlers.items():  # a script's main handles them
+        signal.signal(s, handler)
 
 
 @pytest.fixture
@@ -1484,14 +1479,9 @@ def save_model(path, model, **more):
 
 
 @pytest.fixture
-def sampled(capsys, monkeypatch):
+def sampled(run_here):
     "sampled(checkpoint, flags...): what model.py prints"
-    def run(path, *flags):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={path}", "--device=cpu", *flags])
-        pd.run(model_py.main)
-        return capsys.readouterr().out
-    return run
+    return lambda path, *flags: run_here(model_py, ["model.py", f"--ckpt={path}", "--device=cpu", *flags], path.parent)[1]
 
 
 TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
@@ -1888,7 +1878,7 @@ def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp
     assert not path.exists() and (tmp_path / "out/ckpt.pt.old").read_bytes() == before and len(left) == 4
 
 
-def test_train_goes_on_in_a_folder_that_was_moved(train, tmp_path, monkeypatch):
+def test_train_goes_on_in_a_folder_that_was_moved(train, run_here, tmp_path, monkeypatch):
     train("--max_steps=3")
     os.rename(tmp_path / "out", tmp_path / "moved")
     ckpt = load_checkpoint(str(tmp_path / "moved/ckpt.pt"))
@@ -1898,9 +1888,8 @@ def test_train_goes_on_in_a_folder_that_was_moved(train, tmp_path, monkeypatch):
     assert status == 0 and list(losses(log)[0]) == [0, 1, 2, 3] and not (tmp_path / "out").exists()
     os.renames(tmp_path / "moved", tmp_path / "out/gpt")  # where it need not be named
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--resume", "--max_steps=5"])
-    train_gpt.main()
-    assert list(losses(records(tmp_path / "out/gpt"))[0]) == [0, 1, 2, 3, 4] and not (tmp_path / "moved").exists()
+    log = run_here(train_gpt, ["train_gpt.py", "--resume", "--max_steps=5"], tmp_path / "out/gpt")[3]
+    assert list(losses(log)[0]) == [0, 1, 2, 3, 4] and not (tmp_path / "moved").exists()
     assert "ckpt.pt.old" in train("--max_steps=0", out="out/gpt")[1] and (tmp_path / "out/gpt/ckpt.pt.old").exists()
 
 
@@ -2053,7 +2042,7 @@ def test_sample_without_flags_is_what_help_says(tmp_path, monkeypatch):
     assert idx.tolist() == [[10]] and given == [500, 0.8, 50] and more["generator"].initial_seed() == 0
 
 
-def test_sample_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
+def test_sample_bad_input_is_one_line(run_here, tmp_path, monkeypatch):
     m = make(vocab_size=256)
     save_model(tmp_path / "ckpt.pt", m)
     hacked = torch.load(tmp_path / "ckpt.pt", weights_only=True)
@@ -2067,8 +2056,7 @@ def test_sample_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
                                (1, "--ckpt=hacked.pt", "(h.0.attn.gate, h.0.ln_1.bias): another version"),
                                (2, "--top_k=-1", "top_k"), (2, "--temperature=-1", "temperature"), (2, "--tokens=-1", "tokens"),
                                (2, "--device=gpu", "device"), (1, f"--device={ABSENT}", "take --device=cpu")):
-        monkeypatch.setattr(sys, "argv", ["model.py", "--ckpt=ckpt.pt", "--device=cpu", flag])
-        fails(capsys, lambda: pd.run(model_py.main), word, status=status)
+        one_line(run_here(model_py, ["model.py", "--ckpt=ckpt.pt", "--device=cpu", flag], tmp_path), word, status=status)
 
 
 # -----------------------------------------------------------------------------
@@ -2941,7 +2929,7 @@ def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_
         assert [(s["max_steps"], s["eval_interval"]) for s in asked] == [(steps, interval)]
 
 
-def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_shaq_here, tmp_path, monkeypatch):
+def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_shaq_here, run_here, tmp_path, monkeypatch):
     flags = "--max_steps=6", "--eval_interval=3"
     whole = losses(train_shaq_here(*flags, out="whole")[3])
     with monkeypatch.context() as patch:
@@ -2957,10 +2945,9 @@ def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_s
     assert minutes == sorted(minutes) and len(minutes) == 9  # those of before the stop count
     os.renames(tmp_path / "cut", tmp_path / "out/shaq")  # moved to where it need not be named
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train_shaq.py", "--resume", "--max_steps=7"])
-    train_shaq.main()
+    log = run_here(train_shaq, ["train_shaq.py", "--resume", "--max_steps=7"], tmp_path / "out/shaq")[3]
+    assert list(losses(log)[0]) == list(range(7)) and not (tmp_path / "cut").exists()
     one_line(train_shaq_here("--resume", "--max_steps=6", out="out/shaq"), "--max_steps=6", "is at step 7 already")
-    assert list(losses(records(tmp_path / "out/shaq"))[0]) == list(range(7)) and not (tmp_path / "cut").exists()
 
 
 def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
