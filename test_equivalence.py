@@ -2202,8 +2202,8 @@ def test_fopool_triton_equals_torch(B, T, H, act, dtype, tol):
     inputs, dh, dc = _fo_inputs(B, T, H, act, dtype)
     *banks, c0 = inputs
     assert (kernels._fo_plan(*(banks[0].chunk(3, -1) if act else banks))[3][1] > 1) == (T > 64)
-    for dh, dc, c in ((dh, dc, c0), (dh, None, c0), (None, dc, None))[:3 if dtype == torch.float32 else 1]:
-        for x, r in zip(*(_fo_passes(path, banks, c, dh, dc, act) for path in ("triton", "torch"))):
+    for c, *given in ((c0, dh, dc), (c0, dh, None), (None, None, dc))[:3 if dtype == torch.float32 else 1]:
+        for x, r in zip(*(_fo_passes(path, banks, c, *given, act) for path in ("triton", "torch"))):
             assert x.dtype == r.dtype and (x - r).abs().max() <= tol * r.abs().max()
 
 
