@@ -2951,9 +2951,14 @@ def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_s
 
 
 def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
+    def resumed(out):
+        status, said, *_ = train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out=out)
+        assert status == 0
+        return said
+
     pd.prepare(str(tmp_path / "data/three"), "three", "byte", np.random.default_rng(0).integers(97, 123, 24000).astype(np.uint8).tobytes(),
                "", percent=(90, 95))
-    _, said, _, log = train_shaq_here("--dataset=three", "--max_steps=12", "--lr=0.5", out="o")  # so high that the last is not the best
+    status, said, _, log = train_shaq_here("--dataset=three", "--max_steps=12", "--lr=0.5", out="o")  # so high: the last is not the best
     best = torch.load(tmp_path / "o/best.pt", weights_only=True)
     later = {i: v for i, v in losses(log)[1].items() if i}
     assert best["step"] == min(later, key=later.get) != 12 and best["best"] == min(later.values())
@@ -2961,17 +2966,16 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
     wanted = [train_shaq.evaluate(model_of(best), split, 400, dict(bptt=20), machine("cpu", "float32"), streams=n)
               for split, n in ((data.val, 16), (data.test, 8))]
     assert [best["best"]] + [r["test_loss"] for r in log if "test_loss" in r] == pytest.approx(wanted)
-    assert re.search(r"test, best checkpoint: \d\.\d+ bits per byte, of its first 400 bytes alone\n", said)
+    assert status == 0 and re.search(r"test, best checkpoint: \d\.\d+ bits per byte, of its first 400 bytes alone\n", said)
     shutil.copytree(tmp_path / "o", tmp_path / "p")
     os.remove(tmp_path / "o/best.pt")
-    resume = "--resume", "--max_steps=13", "--eval_interval=13"
-    said = train_shaq_here(*resume, out="o")[1]
+    said = resumed("o")
     assert "test, last step:" in said and "best validation loss" not in said and "o/ckpt.pt: the model (python" in said
     assert not (tmp_path / "o/best.pt").exists()  # the best so far is known from the checkpoint
     one_line(train_shaq_here("--resume", "--max_steps=13", "--eval_tokens=300", out="p"), "eval_tokens")  # would not compare
-    assert "test, best checkpoint:" in train_shaq_here(*resume, out="p")[1]  # which is from before
+    assert "test, best checkpoint:" in resumed("p")  # which is from before
     torch.save(best | dict(best=best["best"] + 1), tmp_path / "p/best.pt")  # the disk was full when the best was found
-    assert "test, last step:" in train_shaq_here(*resume, out="p")[1]
+    assert "test, last step:" in resumed("p")
 
 
 def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
