@@ -1465,6 +1465,12 @@ def run_here(capsys, monkeypatch):
         signal.signal(s, handler)
 
 
+def ended(result):
+    "run_here's result, of a run that ended with 0"
+    assert result[0] == 0
+    return result
+
+
 @pytest.fixture
 def train(tmp_path, data_dir, run_here):
     "train(flags...) runs train_gpt.py here"
@@ -1481,7 +1487,7 @@ def save_model(path, model, **more):
 @pytest.fixture
 def sampled(run_here):
     "sampled(checkpoint, flags...): what model.py prints"
-    return lambda path, *flags: run_here(model_py, ["model.py", f"--ckpt={path}", "--device=cpu", *flags], path.parent)[1]
+    return lambda path, *flags: ended(run_here(model_py, ["model.py", f"--ckpt={path}", "--device=cpu", *flags], path.parent))[1]
 
 
 TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
@@ -1888,16 +1894,16 @@ def test_train_goes_on_in_a_folder_that_was_moved(train, run_here, tmp_path, mon
     assert status == 0 and list(losses(log)[0]) == [0, 1, 2, 3] and not (tmp_path / "out").exists()
     os.renames(tmp_path / "moved", tmp_path / "out/gpt")  # where it need not be named
     monkeypatch.chdir(tmp_path)
-    log = run_here(train_gpt, ["train_gpt.py", "--resume", "--max_steps=5"], tmp_path / "out/gpt")[3]
+    log = ended(run_here(train_gpt, ["train_gpt.py", "--resume", "--max_steps=5"], tmp_path / "out/gpt"))[3]
     assert list(losses(log)[0]) == [0, 1, 2, 3, 4] and not (tmp_path / "moved").exists()
     assert "ckpt.pt.old" in train("--max_steps=0", out="out/gpt")[1] and (tmp_path / "out/gpt/ckpt.pt.old").exists()
 
 
 def test_train_dtype_is_that_of_training_and_evaluation_and_stays(train, train_shaq_here):
     for run, kind in ((train, "gpt"), (train_shaq_here, "shaq")):
-        high, low = (losses(run("--max_steps=1", f"--dtype={dtype}", out=kind + dtype)[3]) for dtype in ("float32", "bfloat16"))
+        high, low = (losses(ended(run("--max_steps=1", f"--dtype={dtype}", out=kind + dtype))[3]) for dtype in ("float32", "bfloat16"))
         assert all(a[0] != b[0] for a, b in zip(low, high))  # the same weights, batch and dropout
-        log = run("--resume", "--max_steps=2", out=kind + "bfloat16")[3]
+        log = ended(run("--resume", "--max_steps=2", out=kind + "bfloat16"))[3]
         assert ["bfloat16, as asked" in r["machine"] for r in log if "machine" in r] == [True] * 2
 
 
@@ -2931,7 +2937,7 @@ def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_
 
 def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_shaq_here, run_here, tmp_path, monkeypatch):
     flags = "--max_steps=6", "--eval_interval=3"
-    whole = losses(train_shaq_here(*flags, out="whole")[3])
+    whole = losses(ended(train_shaq_here(*flags, out="whole"))[3])
     with monkeypatch.context() as patch:
         patch.setattr(train_shaq, "StopSignal", Stops)
         status, out, *_ = train_shaq_here(*flags, out="cut")
@@ -2939,22 +2945,20 @@ def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_s
         patch.setattr(train_shaq, "write_or_warn", lambda path, f: False)  # a full disk: what is not saved is not said to be
         status, out, *_ = train_shaq_here(*flags, out="full")
         assert status == 130 and "saved" not in out
-    log = train_shaq_here("--resume", out="cut")[3]
+    log = ended(train_shaq_here("--resume", out="cut"))[3]
     assert losses(log) == whole and list(whole[1]) == [0, 3, 6]
     minutes = [r["minutes"] for r in log if "minutes" in r]
     assert minutes == sorted(minutes) and len(minutes) == 9  # those of before the stop count
     os.renames(tmp_path / "cut", tmp_path / "out/shaq")  # moved to where it need not be named
     monkeypatch.chdir(tmp_path)
-    log = run_here(train_shaq, ["train_shaq.py", "--resume", "--max_steps=7"], tmp_path / "out/shaq")[3]
+    log = ended(run_here(train_shaq, ["train_shaq.py", "--resume", "--max_steps=7"], tmp_path / "out/shaq"))[3]
     assert list(losses(log)[0]) == list(range(7)) and not (tmp_path / "cut").exists()
     one_line(train_shaq_here("--resume", "--max_steps=6", out="out/shaq"), "--max_steps=6", "is at step 7 already")
 
 
 def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
     def resumed(out):
-        status, said, *_ = train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out=out)
-        assert status == 0
-        return said
+        return ended(train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out=out))[1]
 
     pd.prepare(str(tmp_path / "data/three"), "three", "byte", np.random.default_rng(0).integers(97, 123, 24000).astype(np.uint8).tobytes(),
                "", percent=(90, 95))
@@ -2989,7 +2993,7 @@ def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
     seconds, evaluate = itertools.count(), train_shaq.evaluate
     monkeypatch.setattr(train_shaq, "time", SimpleNamespace(perf_counter=seconds.__next__))
     monkeypatch.setattr(train_shaq, "evaluate", lambda *a, **kw: [next(seconds) for _ in range(50)] and evaluate(*a, **kw))
-    _, said, _, (first, *log) = train_shaq_here("--dataset=three", "--max_steps=6")
+    _, said, _, (first, *log) = ended(train_shaq_here("--dataset=three", "--max_steps=6"))
     minutes = 0.0
     flops = SHAQ(SHAQConfig(**first["config"])).flops_per_token(20)
     assert first["settings"]["min_lr"] == pytest.approx(first["settings"]["lr"] / 10)
@@ -3012,8 +3016,8 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     one_line(train_shaq_here("--eval_tokens=10"), "--eval_tokens")
     one_line(train_shaq_here(f"--device={ABSENT}"), "take --device=cpu")
     one_line(train_shaq_here("--memory=mean", "--mem_len=20"), "mem_len=20", "--bptt")  # whose name it has here
-    train_shaq_here("--max_steps=0", "--n_embd=8")
-    train_shaq_here("--max_steps=0")  # the best is this run's, though there was another's
+    ended(train_shaq_here("--max_steps=0", "--n_embd=8"))
+    ended(train_shaq_here("--max_steps=0"))  # the best is this run's, though there was another's
     assert losses(records(tmp_path / "out"))[1].keys() == {0}
     assert torch.load(tmp_path / "out/best.pt", weights_only=True)["config"]["n_embd"] == 16
     one_line(train_shaq_here("--resume", "--n_embd=32"), "n_embd", "checkpoint")
@@ -3037,7 +3041,7 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     for interval in (1, 100):
         flags = "--optimizer=adamw", "--lr=1e30", "--warmup_steps=0", "--max_steps=20", f"--eval_interval={interval}"
         one_line(train_shaq_here(*flags), "Lower --lr")
-    train_shaq_here("--max_steps=0")
+    ended(train_shaq_here("--max_steps=0"))
     pd.prepare(str(tmp_path / "mine"), "mine", "byte", b"other " * 2000, "")
     one_line(train_shaq_here("--resume", "--max_steps=9", f"--data_dir={tmp_path}"), "SHA-256", "prepare the same data")
 
@@ -3045,7 +3049,7 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
 def test_train_shaq_max_minutes_shortens_the_schedule(train_shaq_here, tmp_path, monkeypatch):
     ticks = itertools.chain(range(0, 500, 100), itertools.count(401))  # start, evaluation, three slow steps, then each takes a second
     monkeypatch.setattr(train_shaq, "time", SimpleNamespace(perf_counter=ticks.__next__))
-    _, said, _, log = train_shaq_here("--max_minutes=0.45", "--max_steps=400")
+    _, said, _, log = ended(train_shaq_here("--max_minutes=0.45", "--max_steps=400"))
     assert "will do for 27 steps here" in said and list(losses(log)[0]) == list(range(27))
 
 
@@ -3054,9 +3058,9 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
     flags = [f"--preset={preset}", f"--optimizer={optimizer}", "--schedule=constant", "--warmup_steps=1", "--batch=4", "--bptt=100"]
     status, said, _, whole = train_shaq_here(*flags, "--max_steps=25", out="whole")  # 9,000 bytes: a new epoch on the way
     assert status == 0 and "sample:" in said and (tmp_path / "whole/best.pt").exists()
-    assert len(losses(train_shaq_here(*flags, "--max_steps=13", out="parts")[3])[0]) == 13
+    assert len(losses(ended(train_shaq_here(*flags, "--max_steps=13", out="parts"))[3])[0]) == 13
     if preset == "shaq":
-        assert train_shaq_here("--resume", "--max_steps=25", out="parts")[0] == 0
+        ended(train_shaq_here("--resume", "--max_steps=25", out="parts"))
     else:  # in a fresh process
         _train_shaq(tmp_path, "--resume", "--max_steps=25", "--out_dir=parts")
     one, two = losses(whole)[0], losses(records(tmp_path / "parts"))[0]
@@ -3157,8 +3161,8 @@ def test_train_shaq_flags_reach_the_model(train_shaq_here, tmp_path):
     model = dict(rnn="qrnn", ff="ffn", memory="mean", gates=False, rnn_residual=True, n_layer=2, n_head=2, attn_layers=[1, 2],
                  n_embd=24, mem_len=30, dropout=0.3)
     flags = [f"--{k}={int(v) if isinstance(v, bool) else '1,2' if k == 'attn_layers' else v}" for k, v in model.items()]
-    first, *rest = train_shaq_here(*flags, "--preset=sharnn", "--max_steps=3", "--lr=1e-3", "--min_lr=3e-4", "--warmup_steps=1",
-                                   "--seed=3", "--weight_decay=0.1", "--grad_clip=0")[3]
+    first, *rest = ended(train_shaq_here(*flags, "--preset=sharnn", "--max_steps=3", "--lr=1e-3", "--min_lr=3e-4", "--warmup_steps=1",
+                                         "--seed=3", "--weight_decay=0.1", "--grad_clip=0"))[3]
     assert {k: first["config"][k] for k in model} == model and first["config"]["mean_window"] == 20 and first["config"]["vocab_size"] == 256
     assert [r["lr"] for r in rest if "lr" in r] == pytest.approx([1e-3, 1e-3, 3e-4])
     assert [r["tokens"] for r in rest if "tokens" in r] == [2 * train_shaq.window_length(3, i, 20) for i in range(3)]  # the seed's
@@ -3185,7 +3189,7 @@ train_shaq.run(train_shaq.main)
 def test_train_shaq_two_processes_are_one(train_shaq_here, tmp_path):
     flags = "--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3"
     pd.prepare(str(tmp_path / "data/mine"), "mine", "byte", random_words(1500), "", percent=(80, 90))  # with a test split
-    one = train_shaq_here(*flags, out="one")[3]
+    one = ended(train_shaq_here(*flags, out="one"))[3]
     (tmp_path / "samples.py").write_text(SAMPLES.format(here=str(HERE)))
     assert "sample:" in _train_shaq(tmp_path, *flags, "--out_dir=two", tool=TORCHRUN, script="samples.py").stdout
     first, *two = records(tmp_path / "two")
@@ -4106,7 +4110,7 @@ def test_bench_trains_as_the_training_scripts_do(train, data_dir, monkeypatch):
 def test_bench_trains_shaq_as_the_training_script_does(train_shaq_here, bench_data, tmp_path):
     text = ("n_embd=32,bptt=200,batch=32,max_steps=9,warmup_steps=2,eval_tokens=1024,dropout=0.1,lr=0.05,grad_clip=0.1,weight_decay=0.1,"
             "mem_len=300")
-    log = train_shaq_here("--dataset=words", f"--data_dir={bench_data}", *(f"--{part}" for part in text.split(",")), "--seed=1")[3]
+    log = ended(train_shaq_here("--dataset=words", f"--data_dir={bench_data}", *(f"--{part}" for part in text.split(",")), "--seed=1"))[3]
     trainer = bench.Trainer("shaq", bench.settings("shaq", text, ""), bench.load_dataset("words", str(bench_data)),
                             machine("cpu", "float32"), 1)
     assert [trainer.step(i) for i in range(9)] == pytest.approx(list(losses(log)[0].values()), rel=1e-6)
