@@ -923,7 +923,7 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
 
 
 def test_gpt_attention_by_pytorchs_operator_compiles_for_any_length():
-    "As on a GPU, which meta stands for: at the second length torch.compile makes T symbolic, and the operator takes no symbol for is_causal"
+    "As on a GPU, which meta stands for: at the second length T is a symbol, and the operator takes none for is_causal"
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
     for T in (5, 9, 1):
         q = torch.empty(1, 2, T, 8, device="meta")
