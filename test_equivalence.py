@@ -1520,8 +1520,8 @@ def losses(log):
 
 def one_line(result, *words, status=1):
     "The run ended with status and one line on stderr that holds all words"
-    err = "".join(line for line in result[2].splitlines(True) if not line.startswith("warning: "))
-    assert result[0] == status and err.count("\n") == 1 and "Traceback" not in result[1] + result[2], result[:3]
+    err = result[2]
+    assert result[0] == status and err.count("\n") == 1 and "Traceback" not in result[1] + err, result[:3]
     assert all(str(w) in err for w in words), (words, err)
 
 
