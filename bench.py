@@ -1557,8 +1557,7 @@ def plot_scaling(plt, rows):
     for ax, title, flops, b in ((axes[0], f"measured, {rows[0]['dataset']}", "FLOPs", rows[0].get("bytes_per_token")),
                                 (axes[1], "paper", "FLOPs (6 N D)", None)):
         ax.set(xlabel=flops, ylabel=f"validation loss, {nats(b)}", title=title)
-        ax.yaxis.set_major_formatter("{x:.2f}")
-        ax.yaxis.set_minor_formatter("{x:.2f}")
+        ax.yaxis.set(major_locator=plt.MaxNLocator(6), major_formatter="{x:.2f}", minor_formatter="")  # else from 1 to 2 only the ends
         ax.xaxis.set_minor_formatter("")
         ax.legend()
     yield "scaling", fig
