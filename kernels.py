@@ -7,8 +7,9 @@ Operators of the three papers, each with its derivative, each with a fast path f
     hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum, still in one pass
     fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [QRNN, eq. 4], on gates or on their logits
 
-To copy an operator into another repository take all above the comment "fo-pooling", or the file's first lines, up to and including the
-function _reverse_mode_only, and all from that comment on: each half needs torch, uses Triton where that is installed, and nothing else.
+To copy an operator into another repository take all above the comment "fo-pooling" (for the matrix alone: above "PyTorch path"), or the
+file's first lines, up to and including the function _reverse_mode_only, and all from that comment on: each part needs torch, uses Triton
+where that is installed, and nothing else.
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2
 [QRNN] Bradbury et al., Quasi-Recurrent Neural Networks, arXiv:1611.01576

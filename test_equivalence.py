@@ -472,18 +472,19 @@ def test_hadamard_triton_takes_what_it_can_hold():
         refuses(lambda: kernels.hadamard_path(7, device), "order d=7", "are 4 and 8")
 
 
-@pytest.mark.parametrize("half, use", [(0, lambda mine, x: mine.hadamard_affine(x, x[0], x[1]).mul(2)),
-                                       (1, lambda mine, x: mine.qrnn_pool(x[None, :, :48])[0])])
-def test_each_half_of_kernels_py_works_alone(half, use, tmp_path, monkeypatch):
-    rule, banner = "# " + "-" * 77 + "\n", "# fo-pooling:"
-    top, bottom = (HERE / "kernels.py").read_text(encoding="utf-8").split(rule + banner)
-    source = (top, top.split(rule)[0] + rule + banner + bottom)[half]
-    source = source.replace('"kernels::', f'"half{half}::').replace("ops.kernels.", f"ops.half{half}.")  # as operators are registered once
-    (tmp_path / f"half{half}.py").write_text(source, encoding="utf-8")
+@pytest.mark.parametrize("part, use", [("matrix", lambda mine, x: x @ mine.hadamard_matrix(96)),
+                                       ("transform", lambda mine, x: mine.hadamard_affine(x, x[0], x[1]).mul(2)),
+                                       ("pool", lambda mine, x: mine.qrnn_pool(x[None, :, :48])[0])])
+def test_each_part_of_kernels_py_works_alone(part, use, tmp_path, monkeypatch):
+    rule = "# " + "-" * 77 + "\n"
+    top, bottom = (HERE / "kernels.py").read_text(encoding="utf-8").split(rule + "# fo-pooling:")
+    source = dict(matrix=top.split(rule + "# PyTorch path.")[0], transform=top, pool=top.split(rule)[0] + "#" + bottom)[part]
+    source = source.replace('"kernels::', f'"{part}::').replace("ops.kernels.", f"ops.{part}.")  # as operators are registered once
+    (tmp_path / f"{part}_alone.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     x = torch.randn(4, 96, requires_grad=True)
-    use(importlib.import_module(f"half{half}"), x).sum().backward()
-    assert x.grad.norm() > 0
+    y, z = use(importlib.import_module(f"{part}_alone"), x), use(kernels, x)
+    assert torch.equal(y, z) and torch.equal(*(torch.autograd.grad(t.sum(), x)[0] for t in (y, z)))
 
 
 def test_attention_works_alone_in_another_file(tmp_path, monkeypatch):
