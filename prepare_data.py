@@ -336,17 +336,19 @@ def unchanged(typed, stored, free):
                 "drop the flag, or start anew without --resume in another --out_dir")
 
 
-def shorten(s, step, pace, say):
-    """Once in a run, from step 25 on: a schedule longer than max_minutes, at pace seconds a step, is cut to what they allow. pace is the
-    mean over processes, 0 before it is known: all decide alike."""
-    if step < 25 or not pace or s["paced"]:
+def shorten(s, asked, step, pace, say):
+    """Every 25 steps: a schedule that would take longer than max_minutes, at the run's pace so far in seconds a step, is cut to the steps
+    that they allow, up to the asked ones (None: it stays). pace is the mean over processes, 0 before it is known: all decide alike."""
+    if step % 25 or not pace or not s["max_minutes"] or asked is None:
         return
-    s["paced"] = True
-    if s["max_minutes"] and pace * s["max_steps"] > 60 * s["max_minutes"]:
-        s["max_steps"] = max(step, int(60 * s["max_minutes"] / pace))
-        say(f"note: {s['max_minutes']:g} minutes will do for {s['max_steps']} steps here; the schedule now ends there"
-            + f", {s['warmup_steps']} of them warm-up" * (2 * s["warmup_steps"] > s["max_steps"]) + " "
-            "(a new run with --max_minutes=0 takes all, --resume --max_steps=N goes on to N)")
+    fits = max(step, min(asked, int(60 * s["max_minutes"] / pace)))
+    if s["paced"]:  # a stall must not end the run while its learning rate is high: at most half of what is left goes at a time
+        fits = max(fits, (step + s["max_steps"]) // 2)
+    if fits < asked == s["max_steps"]:
+        say(f"note: {s['max_minutes']:g} minutes will do for {fits} steps here"
+            + f", {s['warmup_steps']} of them warm-up" * (2 * s["warmup_steps"] > fits) + "; the schedule now ends there, sooner or later as "
+            "the pace changes (a new run with --max_minutes=0 takes all, --resume --max_steps=N goes on to N)")
+    s["paced"], s["max_steps"] = True, fits
 
 
 def git_commit():

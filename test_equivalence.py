@@ -1776,7 +1776,7 @@ def test_train_stopped_just_before_an_evaluation_makes_it_on_resume(train, tmp_p
     assert status == 130 and "step 2/6" in out and "saved" not in out
 
 
-def test_train_max_minutes_shortens_the_schedule_at_the_pace_of_the_first_25_steps(train, tmp_path, monkeypatch):
+def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far(train, tmp_path, monkeypatch):
     status, out, err, log = train("--max_steps=400", "--max_minutes=1e-9", "--eval_interval=100")
     assert status == 0 and "will do for 25 steps here" in out
     assert list(losses(log)[0]) == list(range(25)) and list(losses(log)[1]) == [0, 25]
@@ -1786,12 +1786,18 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_of_the_first_25_ste
     flags = "--max_steps=400", "--max_minutes=1", "--eval_interval=100"
     out = train(*flags, out="clock")[1]
     assert "will do for 60 steps here" in out and re.search("step 10/400 .* 6m29s left", out) and re.search("step 50/60 .* 0m09s left", out)
+    for then, end in ((2, 55), (0.5, 74)):  # from step 31 on each takes two seconds, or half a one: the next look is at step 50
+        ticks = itertools.chain(range(0, 500, 100), range(401, 429), itertools.count(428 + then, then))
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gpt, "time", SimpleNamespace(perf_counter=ticks.__next__))
+            *_, log = train(*flags, out="drift")
+        assert list(losses(log)[0]) == list(range(end)) and list(losses(log)[1]) == [0, end]
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt, "StopSignal", type("Late", (Stops,), dict(reads=-20)))
         assert train(*flags, out="parts")[0] == 130  # at step 23: it was not yet decided
     resumed = train(*flags, "--resume", out="parts")
     assert resumed[0] == 0 and "will do for 60 steps here" in resumed[1] and max(losses(resumed[3])[0]) == 59
-    assert "will do" not in train(*flags, "--resume", "--max_steps=70", out="parts")[1]  # once only
+    assert "will do" not in train(*flags, "--resume", "--max_steps=70", out="parts")[1]  # not again
     one_line(train("--resume", "--max_steps=60", out="parts"), "--max_steps=60", "is at step 70 already")
 
 
@@ -3809,10 +3815,22 @@ def test_data_small_promises(toy, monkeypatch, capsys):
         patch.setenv("PATH", "")
         assert pd.git_commit() == ""  # no git
     assert capsys.readouterr().err == "x: 30.0 of 50.0 MB (60%), 2.0 MB/s, 0m10s left\nx: 30.0, 3.0 MB/s\n"
-    for pace, steps, left in ((1.0, 100, 60), (9.0, 100, 25), (1.0, 50, 50), (0.0, 100, 100)):  # never longer than it was
+    notes = []
+    for pace, steps, left in ((1.0, 100, 60), (9.0, 100, 25), (1.0, 50, 50), (0.0, 100, 100)):  # never longer than asked
         s = dict(paced=False, max_minutes=1, max_steps=steps, warmup_steps=2)
-        pd.shorten(s, 25, pace, lambda text: None)
-        assert (s["max_steps"], s["paced"]) == (left, pace > 0)
+        pd.shorten(s, steps, 25, pace, notes.append)
+        assert (s["max_steps"], s["paced"]) == (left, pace > 0) and len(notes) == (left < steps)
+        notes.clear()
+    s = dict(paced=False, max_minutes=1, max_steps=100, warmup_steps=2)
+    for step, pace, left in ((24, 9.0, 100), (25, 0.5, 100), (26, 9.0, 100), (50, 0.8, 75), (75, 0.5, 100), (100, 0.5, 100)):
+        pd.shorten(s, 100, step, pace, notes.append)
+        assert s["max_steps"] == left
+    for step, pace, left in ((25, 0.8, 75), (50, 9.0, 62), (50, 1.0, 60), (50, 9.0, 55), (75, 9.0, 75)):  # a stall does not end it at once
+        pd.shorten(s, 100, step, pace, notes.append)
+        assert s["max_steps"] == left
+    assert len(notes) == 2 and notes[0].startswith("note: 1 minutes will do for 75 steps here; the schedule")
+    pd.shorten(s, None, 75, 0.1, notes.append)
+    assert s["max_steps"] == 75  # of a resumed run
     assert [pd.duration(s) for s in (3725, 125, 0.4)] == ["1h02m", "2m05s", "0m00s"]
     assert pd.DATASETS["enwik8"].percent == (90, 95) and pd.DATASETS["enwik8"].size == 10**8
     assert {name for name, source in pd.DATASETS.items() if source.tokenizer == "gpt2"} == {"warandpeace", "fineweb10B"}

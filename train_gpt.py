@@ -66,7 +66,7 @@ def parse(argv=None, prog="train_gpt.py"):
         help="sequences a process takes at a time; the rest is accumulated (default by size: 8 for nano, 32 for tiny)")
     add("--max_steps", type=number(int, 0), help="(default 1000 for nano, else 20 tokens per parameter)")
     add("--max_minutes", type=number(float, 0),
-        help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 3 for nano, else 0)")
+        help="if max_steps would take longer at the pace so far, take fewer; 0: never (default 3 for nano, else 0)")
     add("--lr", type=number(float, 0), help="peak learning rate (default by size: 1e-3 for nano, 6e-4 for tiny)")
     add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10; nano 5e-5)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
@@ -255,6 +255,7 @@ def main():
     stop = StopSignal()
     clock, saved = time.perf_counter(), True
     spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
+    asked = None if s["paced"] else s["max_steps"]  # a resumed run keeps the schedule that it had
     step = first
     while True:
         last = step >= s["max_steps"]
@@ -323,7 +324,7 @@ def main():
             m.leave()
             raise SystemExit(130)
         step += 1
-        shorten(s, step, pace, say)
+        shorten(s, asked, step, pace, say)
 
     # at the end: a sample, and where everything lies
     if m.device.type == "cuda":

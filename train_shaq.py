@@ -67,7 +67,7 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--bptt", type=number(int, 5), help="longest window; 1 in 20 is about half as long (default 1024 on CUDA, else 128)")
     add("--max_steps", type=number(int, 0), help="(default 32 epochs on CUDA, else 1000)")
     add("--max_minutes", type=number(float, 0),
-        help="if max_steps would take longer at the pace of the first 25, take fewer; 0: never (default 0 on CUDA, else 3)")
+        help="if max_steps would take longer at the pace so far, take fewer; 0: never (default 0 on CUDA, else 3)")
     add("--optimizer", choices=["lamb", "adamw"], help="(default lamb)")
     add("--lr", type=number(float, 0), help="peak learning rate (default 2e-3 on CUDA, else 8e-3)")
     add("--min_lr", type=number(float, 0), help="at the end of a cosine (default lr / 10)")
@@ -294,6 +294,7 @@ def main():
     stop = StopSignal()
     clock, saved = time.perf_counter(), True
     spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
+    asked = None if s["paced"] else s["max_steps"]  # a resumed run keeps the schedule that it had
     best_saved = True if resume and best_of(best_path) == best else None  # None: no best.pt is this run's, yet
     step = first
     while True:
@@ -364,7 +365,7 @@ def main():
             m.leave()
             raise SystemExit(130)
         step += 1
-        shorten(s, step, pace, say)
+        shorten(s, asked, step, pace, say)
 
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
