@@ -830,8 +830,8 @@ def _backward_norm(ctx, dout, dnormed, dstats):
         dx, dy, dweight, dshift = _norm_backward_torch(*args, dstats)
     else:
         dx, dy, dweight, dshift = _hadamard_norm_backward(*args)
-    dalpha, dbeta = _hadamard_grads(x, dy, scale, *heads)
-    return (dx, dy, dalpha.to(alpha.dtype), dbeta.to(beta.dtype), dweight.to(weight.dtype), dshift.to(weight.dtype) if has_shift else None,
+    dalpha, dbeta = _hadamard_grads(x, dy, scale, *heads)  # autograd casts dshift: shift need not have weight's dtype
+    return (dx, dy, dalpha.to(alpha.dtype), dbeta.to(beta.dtype), dweight.to(weight.dtype), dshift if has_shift else None,
             None, None, None, None, None)
 
 
