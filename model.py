@@ -1169,7 +1169,8 @@ class SHAQ(nn.Module):
         whose loops run over a window's length, stay eager. That and the compiler's settings below hold for the whole process."""
         import torch._dynamo
 
-        torch._dynamo.config.recompile_limit = 64  # with state or without, with attention or without, in either dtype: 8 can be too few
+        # with state or without, with attention or without, in either dtype: 8 can be too few
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         torch._dynamo.config.optimize_ddp = False  # or DDP cuts each block's code in two, though a block is about one of its buckets
         torch.fx.experimental._config.use_duck_shape = False  # or a window as long as a block is wide has its length fixed in the code
         for part, method in ((MemoryAttention, "forward"), (SHAQBlock, "lstm")):
