@@ -229,7 +229,8 @@ def timed(work, m, rounds=7, least=0.02):
 def spread(t):
     "median ± half the distance between the quartiles, in ms"
     low, mid, high = np.percentile(t, [25, 50, 75]) * 1e3
-    return f"{mid:,.0f} ± {(high - low) / 2:,.0f}" if mid >= 1000 else f"{mid:.3g} ± {(high - low) / 2:.1g}"
+    half = (high - low) / 2
+    return f"{mid:,.0f} ± {half:,.0f}" if max(mid / 100, half) >= 9.5 else f"{mid:.3g} ± {half:.1g}"
 
 
 def signed(value, form="{:+.2f}"):
@@ -481,7 +482,6 @@ def share(model, given):
 def reproducible(m):
     "The same figures from the same seed on a GPU too, where some gradients are otherwise summed in any order"
     if m.device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # not warn_only, which leaves the fused attentions as they are
         torch.utils.deterministic.fill_uninitialized_memory = False
 
@@ -745,7 +745,7 @@ def pool_rows(args, m, B, T, H):
             inputs = [((-f).sigmoid() * z.tanh(), F.logsigmoid(f)) for z, f, _ in (g.chunk(3, -1) for g in gates)]  # (1 - f) z and log f
             layers["fla's fused_recurrent_hgrn (recurrence alone, on (1 - f) z and log f)"] = (
                 lambda x, g: fused_recurrent_hgrn(x, g)[0], (), list(zip(*inputs)), [dh], (3 * B * T * H, 8 * B * T * H))
-        except ImportError as e:
+        except Exception as e:  # not there, or not for this Triton, which shows in many ways
             print(f"note: no row for fla's fused_recurrent_hgrn ({e}): pip install fla-core brings it", file=sys.stderr)
     shares(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
            dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=(x, dh), times={loop: T / short})
@@ -1061,7 +1061,7 @@ def generate_rows(args, m, copy):
         work[preset] = replay(step, m)
     t, rows = timed(work, m, max(7, args.runs)), []
     for preset, model in models.items():
-        c, s = model.config, t[preset].mean()
+        c, s = model.config, np.median(t[preset])
         memory = len(c.attn_layers) * min(dict(full=c.mem_len, mean=1 + c.mean_window, none=0)[c.memory], n) * c.n_embd
         floor = (sum(p.nbytes for p in model.parameters()) + memory * m.dtype.itemsize) / copy
         rows.append((preset, spread(t[preset]), f"{1 / s:,.0f}", f"{floor * 1e3:.3f}", f"{floor / s:.2f}"))
@@ -1190,6 +1190,7 @@ def bench_scaling(args):
     against compute, and the exponent of loss ~ C^s. Its error: from the residuals of the fit, and over seeds, each with its own fit (runs
     of one seed share data and initial values, so differences are paired)."""
     m = start(args)
+    args.variants, args.lr = (v and list(dict.fromkeys(v)) for v in (args.variants, args.lr))  # a rate twice is no second seed
     small = "" if args.gpu else "block_size=128,batch_tokens=2048,eval_tokens=65536"
     common = settings("gpt", args.set or small, "--set")
     known("--variants", args.variants, OUTS)
@@ -1241,6 +1242,8 @@ def bench_scaling(args):
                 record(args, **runs[out][-1])
                 print(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {curve[-1][0]:,} of {t.steps:,} steps, "
                       f"{curve[-1][2]:.4f} {nats(data.bytes_per_token)}", file=sys.stderr)
+                del t  # or the next is made beside it
+            del first, given
         for out in args.variants:
             mine, others = at_best_rate(runs[out])[size], at_best_rate(runs[base])[size]
             best, loss = mine[0]["lr"], [r["val_loss"] for r in mine]
@@ -1634,6 +1637,8 @@ def main(argv=None):
         die(f"say what to measure: python bench.py {' | '.join(COMMANDS)}")
     known("WHAT", what, COMMANDS)
     gpu = on_gpu(argv)
+    if "compare" in what:  # cuBLAS asks once in a process: what reproducible() needs must be there before any command runs
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     for name, args in [(name, parse(name, argv, gpu)) for name in what]:  # all are parsed first: a flag that the last lacks ends this now
         COMMANDS[name][0](args)
 

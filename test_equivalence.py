@@ -3296,6 +3296,21 @@ def test_gpu_training_run_is_a_cpus(train):
     assert all(a == pytest.approx(b, abs=2e-3) for a, b in zip(gpu, cpu))
 
 
+@needs_gpu
+@needs_triton
+def test_gpu_bench_measures(tmp_path, data_dir, device="cuda"):
+    "Each command in a process of its own: cuBLAS learns there, before its first product, that compare wants its sums in one order"
+    small = "n_layer=1,n_embd=32,n_head=2,batch_tokens=64,block_size=32,warmup_steps=0"
+    for argv in (["kernels", "--widths=96,768", "--rows=200", "--pool=2x128x32", "--heads=2x64x48", "--rounds=1"],
+                 ["prefill", "--sizes=nano", "--batch=2", "--T=8", "--compile=0,1", "--runs=1"],
+                 ["decode", "--sizes=nano", "--batch=2", "--T=4", "--new_tokens=2", "--runs=1", "--presets=sharnn,shaq,mean_mem"],
+                 ["train", "--sizes=nano", "--rounds=1", "--compile=1", f"--set={small}", f"--shaq_set={SHAQ_SET}"],
+                 ["compare", "--seeds=2", "--compile=1", f"--set={small},max_steps=3,eval_tokens=64,dataset=mine,data_dir={data_dir}"]):
+        out = subprocess.run([sys.executable, bench.__file__, *argv, f"--device={device}", f"--out={tmp_path}/{argv[0]}.jsonl"],
+                             capture_output=True, text=True)
+        assert out.returncode == 0 and "|---|" in out.stdout, out.stderr
+
+
 # -----------------------------------------------------------------------------
 # prepare_data.py: tokens come back, damage and bad input end in one line, nothing half-written stays
 
@@ -4066,7 +4081,13 @@ def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data, capsys):
             assert a["tokens"] == a["steps"] * 4 * train_shaq.average_length(7, 16)
             assert "| `preset=shaq` |" in (out := capsys.readouterr().out) and f"| {b['steps']} | 1.18 bpc | {b['val_loss']:.4f} |" in out
         assert a["seed"] == b["seed"] == 7 and b["steps"] > a["steps"] and abs(b["curve"][-1][3] / a["curve"][-1][3] - 1) < 0.5 / a["steps"]
-        took = lambda work, *a, **kw: dict(enumerate(np.array([[3.0, 3.0, 9.0], [2.0, 1.0, 2.0]])))  # medians of 3 and 2
+
+        def took(work, m, rounds, least):
+            assert (rounds, least) == (5, 0.0)
+            for t in (step.__self__ for step in work.values()):  # SHAQ with a full memory
+                assert len(t.tokens) == (0 if model == "gpt" else math.ceil(t.model.config.mem_len / 16))
+            return dict(enumerate(np.array([[3.0, 3.0, 9.0], [2.0, 1.0, 2.0]])))  # medians of 3 and 2
+
         with unittest.mock.patch.object(bench, "timed", took):
             a, b = sorted(bench_run(tmp_path, "compare", *flags, "--equal=time"), key=lambda r: r["index"])
         assert a["steps"] == (12 if model == "gpt" else 6) and b["steps"] == 1.5 * a["steps"] and math.isfinite(b["val_loss"])
@@ -4074,10 +4095,13 @@ def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data, capsys):
 
 def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, capsys, monkeypatch):
     made = []
-    with torch._dynamo.config.patch(recompile_limit=8), unittest.mock.patch.object(torch._dynamo, "reset") as reset:
-        bench.fresh_compiler()
-        assert reset.called and torch._dynamo.config.recompile_limit == 256
     monkeypatch.setattr(nn.Module, "compile", lambda self, **kw: made.append((type(self).__name__, kw)))
+    with torch._dynamo.config.patch(recompile_limit=8), unittest.mock.patch.object(torch._dynamo, "reset") as reset:
+        tiny_shaq().compile()
+        assert torch._dynamo.config.recompile_limit == 64
+        bench.fresh_compiler(), tiny_shaq().compile()
+        assert reset.called and torch._dynamo.config.recompile_limit == 256
+    made.clear()
     monkeypatch.setattr(bench, "fresh_compiler", lambda: made.append("fresh"))
     small = "n_layer=1,n_embd=8,n_head=2"
     flags = common(bench_data, f"size=tiny,block_size=32,batch_tokens=512,eval_tokens=512,{small}")  # tiny: 20 tokens a parameter
@@ -4182,19 +4206,21 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
     pytest.param(["code", "--widths=768", "--sm=80"], marks=needs_triton),
     ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1"],
     ["prefill", "--sizes=nano", "--batch=3", "--T=4,8", "--runs=1"],
-    ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1", "--presets=shaq,sharnn"],
+    ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1", "--presets=shaq,sharnn,mean_mem"],
     ["train", "--rounds=1", "--set=n_layer=1,n_embd=32,n_head=2,batch_tokens=64,block_size=32", f"--shaq_set={SHAQ_SET}"],
     ["scaling", "--sizes=1x8,1x16,1x24", "--tokens_per_param=0.2", "--lr=1e-3", "--seeds=2"],
 ])
 def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_data, capsys, monkeypatch):
     monkeypatch.setattr(bench, "CACHE", 2**20)
     monkeypatch.setitem(SIZES, "nano", SMALL)
+    monkeypatch.setitem(SHAQ_PRESETS, "mean_mem", SHAQ_PRESETS["mean_mem"] | dict(mean_window=100))
     real, layers = bench.timed, {}
 
     def timed(*a, **kw):  # were each to take a second longer than the one before it: means of 2, 3 .. seconds, medians of 1.5, 2.5 ..
         t = real(*a, **kw)
-        assert "copy" in t and len(t) == 1 or {len(v) for v in t.values()} == {7 if "sharnn" in t and argv[0] == "decode" else 1}
-        return {k: np.array([1, 1.5, 3.5]) + i for i, k in enumerate(t)}
+        bytewise = argv[0] == "decode" and "sharnn" in t
+        assert "copy" in t and len(t) == 1 or {len(v) for v in t.values()} == {7 if bytewise else 1}
+        return {k: (np.array([1, 1.5, 3.5]) + i) / (1000 if bytewise else 1) for i, k in enumerate(t)}
 
     def shares(args, m, title, fields, given, *rest, real=bench.shares, **kw):
         layers[fields["op"], fields.get("d")] = {k: (f(*(ring[0] for ring in x)), [ring[0] for ring in x], w)
@@ -4213,14 +4239,16 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         assert len(widths) == 1
     if argv[0] == "decode":
         rows, bytewise = rows[:8], rows[8:]
-        assert [r["preset"] for r in bytewise] == ["shaq", "sharnn"] and all(r["seconds_a_byte"] for r in bytewise)
+        assert [r["preset"] for r in bytewise] == ["shaq", "sharnn", "mean_mem"] and all(r["seconds_a_byte"] for r in bytewise)
         bits = 4 * bench.count_params("gpt", **SMALL, block_size=1024, attn_out="hadamard")
         assert all(r["floor"] * 2**26 / 1.5 == pytest.approx(bits + 4 * 2 * 3 * 32 * (r["T"] + 1.5))
                    for r in rows if r["variant"] == "hadamard")
-        folded = [SHAQ(SHAQConfig(**SHAQ_PRESETS[p], n_embd=256)).collapse() for p in ("shaq", "sharnn")]
-        floors = [4 * (sum(p.numel() for p in model.parameters()) + 512 * 256) for model in folded]  # and one layer's memory
+        folded = [SHAQ(SHAQConfig(**SHAQ_PRESETS[r["preset"]] | dict(n_embd=256))).collapse() for r in bytewise]
+        floors = [4 * (sum(p.numel() for p in model.parameters()) + 256 * n)  # and the memory of shaq's and sharnn's one layer
+                  for model, n in zip(folded, (512, 512, 101 * len(folded[2].config.attn_layers)))]
         assert [r["floor"] * 2**26 / 1.5 for r in bytewise] == pytest.approx(floors)
-        assert "| sharnn | 2,500 ± 625 | 0 | " in tables[1] and "one byte at a time, 256 wide behind 512 bytes, not compiled" in tables[1]
+        assert f"| sharnn | 2.5 ± 0.6 | 400 | {floors[1] / 2**26 * 1500:.3f} | {floors[1] / 2**26 * 600:.2f} |" in tables[1]
+        assert "one byte at a time, 256 wide behind 512 bytes, not compiled" in tables[1]
     if argv[0] in ("prefill", "decode"):
         new = lambda r: 3 * (r["T"] if argv[0] == "prefill" else 2)
         assert all(r["tokens_per_s"] == new(r) / (2 + bench.OUTS.index(r["variant"])) for r in rows)
@@ -4309,14 +4337,16 @@ def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
         assert f"| tiny | 1024 x 64 | {line} |\n" in printed, line
     assert "| tiny | 1024 x 8 | eager | dense | – | 5.000 ± 0.132 | – | 1,638,400 | – |" in printed
     made.clear(), asked.clear(), seen.clear()
+    monkeypatch.setattr(bench, "Peak", lambda m: SimpleNamespace(forget=lambda: None, mib=lambda: 100.0))
     rows = bench_run(tmp_path, "decode", "--sizes=tiny", "--batch=2048,1024", "--T=3", "--new_tokens=64", "--compile=1", "--runs=4")
     steps = [(3, 0), *((1, pos) for pos in range(3, 67))]
     assert sorted(seen) == sorted((out, B, *step) for B in (1024, 2048) for step in steps for out in 3 * bench.OUTS)
     assert set(asked) == {(4, 0.0)} and [a[3] for a in made] == [67] * 8 and fresh[-2:] == [0, 4]
+    assert [r["peak_mib"] for r in rows if r["batch"] == 2048] == [100] + [100 + 2 * 4 * 2048 * 67 / 2**20] * 3
     assert rows[0]["seconds_first"] == pytest.approx([9.8e-3, 9.9e-3, 10.3e-3])
     printed = capsys.readouterr().out
-    for line in ("dense | 52,820 | 26,214,400 | 496.30 times | 10.000 | 0.078 ± 0.002 | 0.059 | 0.75 | – | – | – | –",
-                 "hadamard | 53,730 | 32,768,000 | 609.86 times | 8.000 | 0.062 ± 0.002 | 0.059 | 0.94 | +1.7% | +25.0% ± 0.5% | 0.33 | –"):
+    for line in ("dense | 52,820 | 26,214,400 | 496.30 times | 10.000 | 0.078 ± 0.002 | 0.059 | 0.75 | – | – | – | 100",
+                 "hadamard | 53,730 | 32,768,000 | 609.86 times | 8.000 | 0.062 ± 0.002 | 0.059 | 0.94 | +1.7% | +25.0% ± 0.5% | 0.33 | 101"):  # the cache was made for dense
         assert f"| tiny | 2048 x 3 + 64 | compiled, eager | {line} |\n" in printed, line
     assert "| tiny | 1024 x 3 + 64 | compiled, eager | dense | – | 13,107,200 | – |" in printed and "a copy moves 10 GB/s**" in printed
 
@@ -4494,10 +4524,10 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
     assert "1x8 dense is best at lr 0.032, at an end" in err and "1x8 identity is best at lr 0.008, at an end" in err
     assert "1x16 identity is best" not in err
     for rates, tried in (([], {("1x8", 8e-3), ("1x8", 16e-3), ("1x8", 32e-3), ("nano", 1e-3)}),
-                         (["--lr=0.5,1"], {(size, lr) for size in ("1x8", "nano") for lr in (0.5, 1.0)})):
+                         (["--lr=0.5,1,0.50"], {(size, lr) for size in ("1x8", "nano") for lr in (0.5, 1.0)})):
         first.clear()
-        rows = bench_run(tmp_path, "scaling", "--sizes=1x8,nano", "--variants=identity", "--tokens_per_param=10", *rates, small)
-        assert {(r["size"], r["lr"]) for r in rows if "val_loss" in r} == tried
+        rows = bench_run(tmp_path, "scaling", "--sizes=1x8,nano", "--variants=identity,identity", "--tokens_per_param=10", *rates, small)
+        assert sorted((r["size"], r["lr"]) for r in rows if "val_loss" in r) == sorted(tried)  # what is named twice runs once
 
 
 def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
@@ -4606,6 +4636,7 @@ def test_bench_timing_interleaves_and_warms_up(monkeypatch):
         patch.setattr(bench, "CACHE", 100)
         assert len({x.data_ptr() for x in bench.ring(lambda: torch.randn(10))}) == 4  # of 40 bytes: without the one at hand, more than 100
     assert bench.spread(np.array([1e-3, 2e-3, 3e-3, 10e-3, 11e-3])) == "3 ± 4" and bench.deviation([1, 2, 6]) == 7 ** 0.5
+    assert [bench.spread(np.array([150 - 2 * q, 150, 150 + 2 * q]) / 1e3) for q in (0.4, 6, 12)] == ["150 ± 0.4", "150 ± 6", "150 ± 12"]
     seconds = dict(dense=[1.9, 2.1], hadamard=[1.6, 1.8], head_hadamard=[2.0, 2.2], identity=[1.4, 1.6])
     gain = bench.gains({k: np.array(v) for k, v in seconds.items()})
     assert list(gain["hadamard"].values()) == pytest.approx([2 / 1.7 - 1, (1.9 / 1.6 - 2.1 / 1.8) / 2, 0.6])  # paired, round by round
@@ -4613,6 +4644,34 @@ def test_bench_timing_interleaves_and_warms_up(monkeypatch):
     assert gain["head_hadamard"]["share"] == pytest.approx(-0.2)
     noise = bench.gains({k: np.array(v) for k, v in (seconds | dict(identity=[1.4, 2.5])).items()})
     assert 0 < noise["identity"]["gain"] < noise["identity"]["gain_error"] and noise["hadamard"]["share"] is None
+
+
+def test_bench_counts_a_gpus_memory_without_what_was_there_before(monkeypatch):
+    real, asked = torch.ones, []
+    for name, value in (("memory_allocated", lambda d: 3 * 2**20), ("max_memory_allocated", lambda d: 5.5 * 2**20),
+                        ("reset_peak_memory_stats", asked.append)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "ones", lambda *a, device, **kw: real(*a, **kw))
+    assert bench.Peak(SimpleNamespace(device=GPU, dtype=torch.float32)).mib() == 2.5 and asked == [GPU]
+    assert bench.Peak(machine("cpu", "float32")).mib() is None
+
+
+def test_bench_compare_asks_a_gpu_for_the_same_sums_each_time(monkeypatch):
+    "cuBLAS reads its variable once in a process, so it has to be there before a command that is named before compare"
+    asked = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    bench.reproducible(machine("cpu", "float32"))
+    assert asked == [] and torch.utils.deterministic.fill_uninitialized_memory
+    bench.reproducible(SimpleNamespace(device=GPU))
+    assert asked == [True] and not torch.utils.deterministic.fill_uninitialized_memory
+    for name in ("params", "compare"):
+        monkeypatch.setitem(bench.COMMANDS, name, (lambda args: asked.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")),
+                                                   *bench.COMMANDS[name][1:]))
+    for argv in (["params"], ["params", "compare"]):
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        bench.main([*argv, "--device=cpu"])
+    assert asked[1:] == [None, ":4096:8", ":4096:8"]
 
 
 def test_bench_kernels_share_of_the_backward_pass_is_the_difference_of_both_and_forward(tmp_path, monkeypatch, capsys):
@@ -4830,8 +4889,9 @@ def test_bench_plot_draws_what_the_records_say():
     light = [[0.2126, 0.7152, 0.0722] @ np.array([int(c[i:i + 2], 16) / 255 for i in (1, 3, 5)]) ** 2.2 for c in bench.COLORS]
     assert len(set(bench.COLORS)) == 8 and all(1.05 / (v + 0.05) > 2 for v in light)  # contrast with white paper: yellow's is 1.3
     assert fig.axes[1].lines[0].get_xydata().tolist() == [[c, math.log(p)] for c, p, _ in bench.PERPLEXITY.values()]
-    (_, fig), = bench.plot_heatmap(plt, [dict(size="nano", compiled=False, batch=b, T=t, variant=o, gain=b / t)
+    (_, fig), = bench.plot_heatmap(plt, [dict(size="nano", compiled=False, batch=b, T=t, variant=o, gain=b / t * bench.OUTS.index(o))
                                          for b, t, o in itertools.product((1, 2), (4, 8), bench.OUTS)])
+    assert [ax.images[0].get_array()[0].tolist() for ax in fig.axes[:3]] == [[25, 12.5], [50, 25], [75, 37.5]]  # a panel for each variant
     assert fig.axes[0].images[0].get_array().tolist() == [[25, 12.5], [50, 25]]
     few = [dict(size="tiny", compiled=True, batch=b, T=64, variant=o, gain=0, seconds=[b - 1, b + 1], tokens_per_s=b + i)
            for b, (i, o) in itertools.product((2, 1024), enumerate(bench.OUTS))]
