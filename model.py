@@ -17,6 +17,7 @@ import ctypes
 import math
 import os
 import pickle
+import re
 import sys
 import time
 import zipfile
@@ -145,7 +146,7 @@ def causal_weights(q, k, i, e, dropout, seed):
     generator = torch.Generator(q.device).manual_seed(seed.item() + i)  # the same again in backward
     if q.device.type == "cpu":  # one draw makes four: 7 times faster than torch.rand
         bits = torch.empty(P.numel() // 4 + 1, dtype=torch.int64).random_(-2**63, None, generator=generator)
-        drop = (bits.view(torch.int16)[:P.numel()] < round(dropout * 2**16) - 2**15).view_as(P)
+        drop = (bits.view(torch.int16)[:P.numel()] < min(round(dropout * 2**16) - 2**15, 2**15 - 1)).view_as(P)
     else:
         drop = torch.empty(P.shape, dtype=torch.bool, device=q.device).bernoulli_(dropout, generator=generator)
     return n, q_i, P, drop
@@ -247,6 +248,8 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
     # 2. PyTorch's fused operator, for heads up to 256.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where blocks take 11 and 19.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
+    if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
+        flash = flash and q.size(-1) == v.size(-1)
     if T > 1 and (q.device.type == "cpu" or T < S or not flash and T > v.size(-1)):
         _reverse_mode_only("attention")
         # autocast's dtype, as PyTorch's operator does: it might still be on in backward, and cast some of the products
@@ -1331,6 +1334,8 @@ def machine(device="auto", dtype="auto"):
         has_bf16 = device.type == "cpu" and any(known.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16"))
         note += f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     m = Machine(device, torch.float32 if dtype == "auto" else getattr(torch, dtype), rank, world, note)
+    if world > 1 and device.type == "mps":
+        raise ValueError(f"{world} processes: gloo serves no GPU of Apple's; take --device=cpu, or one process without torchrun")
     if world > 1:
         # before there is a group: DDP imports this, and default arguments there would keep the group alive after leave()
         from torch.distributed.nn import functional  # noqa: F401
@@ -1439,6 +1444,8 @@ def load_checkpoint(path, kind=None):
         raise ValueError(f"{path} does not exist: train a model first, or name its checkpoint") from None
     except (LookupError, TypeError, ValueError, RuntimeError, EOFError, AttributeError, OSError, zipfile.BadZipFile,
             pickle.UnpicklingError) as e:
+        if isinstance(e, RuntimeError) and re.search("out of memory|can't allocate memory", str(e)):
+            raise  # a good file, then
         raise ValueError(f"{path} is no checkpoint of these scripts, or a damaged one ({type(e).__name__}): "
                          "name another, or train anew") from None
     if kind not in (None, ckpt["kind"]):

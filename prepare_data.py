@@ -337,9 +337,11 @@ def unchanged(typed, stored, free):
 
 
 def shorten(s, asked, step, pace, say):
-    """Every 25 steps: a schedule that would take longer than max_minutes, at the run's pace so far in seconds a step, is cut to the steps
-    that they allow, up to the asked ones (None: it stays). pace is the mean over processes, 0 before it is known: all decide alike."""
-    if step % 25 or not pace or not s["max_minutes"] or asked is None:
+    """Every 25 steps, and before that once the time is up: a schedule that would take longer than max_minutes, at the run's pace so far in
+    seconds a step, is cut to the steps that they allow, up to the asked ones (None: it stays). pace is the mean over processes of all
+    steps but the first three and this one, 0 before it is known: all decide alike."""
+    up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
+    if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return
     fits = max(step, min(asked, int(60 * s["max_minutes"] / pace)))
     if s["paced"]:  # a stall must not end the run while its learning rate is high: at most half of what is left goes at a time
@@ -624,6 +626,7 @@ def download(url, part, resume=True):
                 problem = getattr(e, "reason", None) or e
             if have <= furthest:  # no further than before: give up; otherwise ask for the rest at once
                 if not have:
+                    f.close()  # Windows removes no file that is open
                     os.remove(part)
                 die(f"cannot download {url} ({problem}); {'type the same command to resume, or ' * bool(have)}{remedy}")
             furthest = have
@@ -711,12 +714,16 @@ def prepare_fineweb(folder, name, url, shards):
             if not os.path.exists(path):
                 used = path + ".part"
                 download(f"{url}/{shard}", used)
+            t, failed = None, 0
             try:
                 t = Tokens([used], vocab, "the same command again (the file was removed)")
                 size[split] += sum(int(lengths[t[i:i + 2**22]].sum()) for i in range(0, len(t), 2**22))
-            except SystemExit:
+            except SystemExit as e:
+                failed = e.code
+            if failed:
+                del t  # Windows removes no file that is mapped, here or in a traceback's frames
                 os.remove(used)
-                raise
+                raise SystemExit(failed)
             tokens[split] += len(t)
             sha256[shard] = hashlib.sha256(np.memmap(used, np.uint8, "r")).hexdigest()
             del t  # Windows renames no file that is mapped

@@ -935,6 +935,21 @@ def test_gpt_attention_by_pytorchs_operator_compiles_for_any_length():
         assert compiled(q, q, q).shape == q.shape
 
 
+def test_gpt_attention_on_apples_gpus_takes_pytorchs_operator_for_values_as_wide_as_keys_alone():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    narrow = lambda q, k, v, *a, **kw: torch.empty_like(q)  # whatever v's width
+    with FakeTensorMode(), unittest.mock.patch.object(F, "scaled_dot_product_attention", side_effect=narrow) as asked:
+        for width, T, calls in ((8, 4, 1), (16, 4, 1), (16, 32, 1), (8, 1, 2), (16, 1, 2)):
+            q, v = torch.empty(1, 2, T, 8, device="mps"), torch.empty(1, 2, T, width, device="mps")
+            assert attention(q, q, v).shape == v.shape and asked.call_count == calls
+
+
+def test_gpt_attention_that_drops_nearly_all():
+    q = torch.randn(1, 2, 40, 8)
+    for dropout in (0.999, 0.99999, 1 - 1e-9):  # the last two: as near as 16 bits of chance come
+        assert (attention(q, q, q, dropout=dropout) != 0).float().mean() < (0.1 if dropout == 0.999 else 0.01)
+
+
 def test_gpt_shapes_that_do_not_fit_are_one_line():
     "Some of them used to be computed: values of more positions than there are keys, one target for a whole window"
     q, long = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 9, 8)
@@ -1423,6 +1438,8 @@ def test_run_processes_share_the_work_by_rank_and_a_machines_gpus_by_local_rank(
         assert (m.rank, m.world, m.device.index) == (5, 8, 1 if device == "cuda" else None) and "8 processes" in m.note
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     refuses(lambda: machine("cuda", "float32"), "process 1 of this machine", "has 1 GPUs")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    refuses(lambda: machine("mps", "float32"), "8 processes", "take --device=cpu")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
@@ -1782,9 +1799,9 @@ def test_train_stopped_just_before_an_evaluation_makes_it_on_resume(train, tmp_p
 
 def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far(train, tmp_path, monkeypatch):
     status, out, err, log = train("--max_steps=400", "--max_minutes=1e-9", "--eval_interval=100")
-    assert status == 0 and "will do for 25 steps here" in out
-    assert list(losses(log)[0]) == list(range(25)) and list(losses(log)[1]) == [0, 25]
-    assert torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["settings"]["max_steps"] == 25
+    assert status == 0 and "will do for 5 steps here" in out
+    assert list(losses(log)[0]) == list(range(5)) and list(losses(log)[1]) == [0, 5]
+    assert torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["settings"]["max_steps"] == 5
     ticks = itertools.chain(range(0, 500, 100), itertools.count(401))  # start, evaluation, three slow steps, then each takes a second
     monkeypatch.setattr(train_gpt, "time", SimpleNamespace(perf_counter=ticks.__next__))
     flags = "--max_steps=400", "--max_minutes=1", "--eval_interval=100"
@@ -1799,6 +1816,8 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far(train, tmp_p
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt, "StopSignal", type("Late", (Stops,), dict(reads=-20)))
         assert train(*flags, out="parts")[0] == 130  # at step 23: it was not yet decided
+    shutil.copytree(tmp_path / "parts", tmp_path / "more")
+    assert "will do" not in train("--resume", "--max_steps=99", out="more")[1]  # steps typed are all taken
     resumed = train(*flags, "--resume", out="parts")
     assert resumed[0] == 0 and "will do for 60 steps here" in resumed[1] and max(losses(resumed[3])[0]) == 59
     assert "will do" not in train(*flags, "--resume", "--max_steps=70", out="parts")[1]  # not again
@@ -1998,6 +2017,9 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     assert not (tmp_path / "ran").exists()
     save_model(path, tiny_shaq())
     one_line(train("--resume"), "ckpt.pt", "train_shaq.py")
+    with unittest.mock.patch.object(torch, "load", side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        with pytest.raises(RuntimeError, match="can't allocate"):  # for run() to say so: the file may be a good one
+            load_checkpoint(str(path))
     path.write_bytes(good)
     ckpt = load_checkpoint(str(path))
     torch.save({k: v for k, v in ckpt.items() if k != "evaluated"}, path)  # as of old
@@ -3063,6 +3085,8 @@ def test_train_shaq_max_minutes_shortens_the_schedule(train_shaq_here, tmp_path,
     monkeypatch.setattr(train_shaq, "time", SimpleNamespace(perf_counter=ticks.__next__))
     _, said, _, log = ended(train_shaq_here("--max_minutes=0.45", "--max_steps=400"))
     assert "will do for 27 steps here" in said and list(losses(log)[0]) == list(range(27))
+    ended(train_shaq_here("--max_minutes=0.45", "--max_steps=20", out="parts"))
+    assert "will do" not in ended(train_shaq_here("--resume", "--max_steps=60", out="parts"))[1]  # steps typed are all taken
 
 
 @pytest.mark.parametrize("preset, optimizer", [("sharnn", "lamb"), ("shaq", "adamw")])
@@ -3096,6 +3120,8 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         assert first["settings"]["max_steps"] == math.ceil(5 * length / train_shaq.average_length(first["settings"]["seed"], 20))
         assert [r["step"] for r in log] == [0, 0]
         one_line(train_shaq_here(stage2, "--n_layer=3"), "another model")
+        one_line(train_shaq_here(stage2, out="whole"), "type another --out_dir")
+        assert (tmp_path / "whole/best.pt").exists()
         one_line(train_shaq_here(stage2, "--preset=shaq"), "drop --preset=shaq")
 
 
@@ -3578,7 +3604,9 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     fails(capsys, main("--input", str(tmp_path / "latin"), "--name=Enwik8"), "--name=Enwik8 is another")
     fails(capsys, main("pysource", f"--from_file={tmp_path / 'latin'}"), "for data sets that are downloaded")
     fails(capsys, main("shakespeare", "--from_file", str(tmp_path / "none")), "none", "does not exist")
-    fails(capsys, main("shakespeare", "--url=no.url"), "cannot download no.url", "unknown url type")
+    with windows(monkeypatch):
+        fails(capsys, main("shakespeare", "--url=no.url"), "cannot download no.url", "unknown url type")
+    assert not os.listdir(tmp_path / "d")
     fails(capsys, main("shakespeare", "--url=http://x/train.bin"), "needs the name train.bin")
     fails(capsys, main("shakespeare", "--url=http://x/y", f"--from_file={tmp_path / 'one'}"), "--url and --from_file")
     fails(capsys, main("--name=x"), "--input FILE...")
@@ -3842,7 +3870,7 @@ def test_data_small_promises(toy, monkeypatch, capsys):
         assert (s["max_steps"], s["paced"]) == (left, pace > 0) and len(notes) == (left < steps)
         notes.clear()
     s = dict(paced=False, max_minutes=1, max_steps=100, warmup_steps=2)
-    for step, pace, left in ((24, 9.0, 100), (25, 0.5, 100), (26, 9.0, 100), (50, 0.8, 75), (75, 0.5, 100), (100, 0.5, 100)):
+    for step, pace, left in ((24, 3.0, 100), (25, 0.5, 100), (26, 9.0, 100), (50, 0.8, 75), (75, 0.5, 100), (100, 0.5, 100)):
         pd.shorten(s, 100, step, pace, notes.append)
         assert s["max_steps"] == left
     for step, pace, left in ((25, 0.8, 75), (50, 9.0, 62), (50, 1.0, 60), (50, 9.0, 55), (75, 9.0, 75)):  # a stall does not end it at once
@@ -3851,6 +3879,14 @@ def test_data_small_promises(toy, monkeypatch, capsys):
     assert len(notes) == 2 and notes[0].startswith("note: 1 minutes will do for 75 steps here; the schedule")
     pd.shorten(s, None, 75, 0.1, notes.append)
     assert s["max_steps"] == 75  # of a resumed run
+    s = dict(paced=False, max_minutes=1, max_steps=100, warmup_steps=2)
+    for step, pace, left in ((5, 60.0, 100), (6, 31.0, 6), (7, 31.0, 6)):  # 60 seconds are up before step 25
+        pd.shorten(s, 100, step, pace, notes.append)
+        assert s["max_steps"] == left
+    assert len(notes) == 3 and s["paced"]
+    s = dict(paced=False, max_minutes=0, max_steps=100, warmup_steps=2)
+    pd.shorten(s, 100, 25, 60.0, notes.append)
+    assert s["max_steps"] == 100 and not s["paced"]
     assert [pd.duration(s) for s in (3725, 125, 0.4)] == ["1h02m", "2m05s", "0m00s"]
     assert pd.DATASETS["enwik8"].percent == (90, 95) and pd.DATASETS["enwik8"].size == 10**8
     assert {name for name, source in pd.DATASETS.items() if source.tokenizer == "gpt2"} == {"warandpeace", "fineweb10B"}
@@ -3939,6 +3975,22 @@ def test_data_gpt2_tokens_of_war_and_peace(tmp_path):
     assert d.bytes_per_token == len(text[n:].encode()) / len(d.val)
 
 
+@contextlib.contextmanager
+def windows(monkeypatch):
+    "Inside, no file is removed that this process has open or mapped"
+    def remove(path, real=os.remove):
+        path = os.path.realpath(path)
+        held = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")] + Path("/proc/self/maps").read_text().split()
+        if path in held:
+            raise PermissionError(errno.EACCES, "used by a process", path)
+        real(path)
+
+    with monkeypatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setattr(os, "remove", remove)
+        yield
+
+
 def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, monkeypatch):
     shards, data = tmp_path / "shards", str(tmp_path / "data")
     shards.mkdir()
@@ -3971,7 +4023,8 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
     fails(capsys, lambda: pd.load_dataset("fineweb10B", data), "does not exist", "python prepare_data.py fineweb10B")
     for damage in (lambda: bad.write_bytes(bad.read_bytes()[:-2]), lambda: write(bad, [1, 50257], 65536), bad.unlink):
         damage()
-        fails(capsys, prepare, bad.name)
+        with windows(monkeypatch):
+            fails(capsys, prepare, bad.name)
         assert not [f for f in os.listdir(f"{data}/fineweb10B") if f.startswith(bad.name)]
 
 # -----------------------------------------------------------------------------

@@ -95,6 +95,7 @@ def settle(typed, stored, m):
     unchanged(typed, stored, FREE)
     size = (stored | typed).get("size", s["size"])
     s |= RECIPES.get(size, RECIPES["large"]) | stored | typed
+    s["paced"] |= stored.get("max_steps") not in (None, s.get("max_steps"))  # steps typed on --resume are all taken
     model = {f.name: s[f.name] for f in fields(GPTConfig) if f.name in s}
     return s, SIZES[s["size"]] | model
 

@@ -100,6 +100,7 @@ def settle(typed, stored, m):
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
              compile=m.device.type == "cuda" and triton is not None) | (PAPER if m.device.type == "cuda" else LAPTOP)
     s |= SHAQ_PRESETS[(s | stored | typed)["preset"]] | stored | typed
+    s["paced"] |= stored.get("max_steps") not in (None, s["max_steps"])  # steps typed on --resume are all taken
     return s, {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s} | dict(mean_window=s["bptt"])
 
 
@@ -195,6 +196,8 @@ def main():
     resume = typed.pop("resume", False)
     if resume and stage2 is not None:
         die("--stage2 starts a new run and --resume continues one: type one of the two")
+    if stage2 and os.path.realpath(os.path.dirname(stage2)) == os.path.realpath(os.path.dirname(path)):
+        die(f"--stage2={stage2}: a new run would take its place, and once more if it is typed again: type another --out_dir")
     with one_line():
         if resume or stage2 is not None:
             ckpt = load_checkpoint(path if resume else stage2, "SHAQ")
