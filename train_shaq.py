@@ -100,7 +100,7 @@ def settle(typed, stored, m):
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
              compile=m.device.type == "cuda" and triton is not None) | (PAPER if m.device.type == "cuda" else LAPTOP)
     s |= SHAQ_PRESETS[(s | stored | typed)["preset"]] | stored | typed
-    s["paced"] |= stored.get("max_steps") not in (None, s["max_steps"])  # steps typed on --resume are all taken
+    s["paced"] |= stored.get("max_steps") not in (None, s.get("max_steps"))  # steps typed on --resume are all taken
     return s, {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s} | dict(mean_window=s["bptt"])
 
 
