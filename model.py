@@ -134,92 +134,103 @@ def query_blocks(q, k):
     return list(zip(edges, edges[1:]))
 
 
-def causal_weights(q, k, i, e, dropout, seed):
-    "Rows i to e -> n, how many keys they see; q / sqrt(w); P = softmax(q k^T / sqrt(w)), causal (N, e - i, n); what dropout drops, or None"
+def causal_weights(q, k, i, e, dropout, seed, P=None):
+    "Rows i to e -> n, how many keys they see; P = softmax(q k^T / sqrt(w)), causal (N, e - i, n), if not known; what dropout drops, or None"
     n = e + k.size(1) - q.size(1)  # the queries are the last of all positions
-    q_i = q[:, i:e] * q.size(-1) ** -0.5
-    scores = torch.bmm(q_i, k[:, :n].mT)
-    scores[:, :, n - (e - i):].masked_fill_(torch.ones(e - i, e - i, dtype=torch.bool, device=q.device).triu_(1), -math.inf)
-    P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
+    if P is None:
+        scores = torch.bmm(q[:, i:e] * q.size(-1) ** -0.5, k[:, :n].mT)
+        scores[:, :, n - (e - i):] += q.new_full((e - i, e - i), -math.inf).triu_(1)  # on a CPU masked_fill_ takes 3 to 5 times as long
+        P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
     if dropout == 0.0:
-        return n, q_i, P, None
+        return n, P, None
     generator = torch.Generator(q.device).manual_seed(seed.item() + i)  # the same again in backward
     if q.device.type == "cpu":  # one draw makes four: 7 times faster than torch.rand
         bits = torch.empty(P.numel() // 4 + 1, dtype=torch.int64).random_(-2**63, None, generator=generator)
         drop = (bits.view(torch.int16)[:P.numel()] < min(round(dropout * 2**16) - 2**15, 2**15 - 1)).view_as(P)
     else:
         drop = torch.empty(P.shape, dtype=torch.bool, device=q.device).bernoulli_(dropout, generator=generator)
-    return n, q_i, P, drop
+    return n, P, drop
 
 
 @torch.library.custom_op("model::blocked_attention", mutates_args=())
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor, k_r: torch.Tensor | None,
-                      seed: torch.Tensor | None, dropout: float) -> torch.Tensor:
-    """Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T, and memory
-    linear in T, as the backward pass computes each block's weights again. With P = softmax(q k^T / sqrt(w)), causal, and its dropout:
+                      seed: torch.Tensor | None, dropout: float, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T. With
+    P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         q_r is None    out = P v                         v of any width
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
     q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w); seed: of the dropout, () int64 on the CPU, None without;
-    from outside, as a forward pass that is run again must find the same. Once differentiable. On a CPU in bf16 this is 1.4 times faster
-    than PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), level with it in fp32, and it takes heads of any
-    width, dropout included."""
+    from outside, as a forward pass that is run again must find the same. keep: whether each block's P stays for the backward pass, the
+    second output; else memory is linear in T, as that pass computes it again. Once differentiable. On a CPU in bf16 this is, without
+    keep, 1.4 times faster than PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), level with it in fp32, and
+    it takes heads of any width, dropout included."""
     out = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1))
+    kept = []
     for i, e in query_blocks(q, k):
-        n, _, P, drop = causal_weights(q, k, i, e, dropout, seed)
-        P = P if drop is None else P.masked_fill_(drop, 0)
-        out[:, i:e] = torch.bmm(P, v[:, :n]) if q_r is None else torch.bmm(P.mul_(torch.bmm(q_r[:, i:e], v[:, :n].mT)), k_r[:, :n])
-    return out if dropout == 0.0 else out.mul_(1 / (1 - dropout))
+        n, P, drop = causal_weights(q, k, i, e, dropout, seed)
+        kept += [P] if keep else []
+        P = P if drop is None else P.masked_fill(drop, 0)
+        out[:, i:e] = torch.bmm(P, v[:, :n]) if q_r is None else torch.bmm(torch.bmm(q_r[:, i:e], v[:, :n].mT).mul_(P), k_r[:, :n])
+    return out if dropout == 0.0 else out.mul_(1 / (1 - dropout)), kept
 
 
 @torch.library.custom_op("model::blocked_attention_backward", mutates_args=())
 def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor,
-                               k_r: torch.Tensor | None, seed: torch.Tensor | None, dropout: float) -> list[torch.Tensor]:
+                               k_r: torch.Tensor | None, seed: torch.Tensor | None, dropout: float,
+                               kept: list[torch.Tensor]) -> list[torch.Tensor]:
     "-> gradients of q, k, v, and of q_r, k_r if there are"
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = map(torch.empty_like, (q, k, v))
     if q_r is not None:
-        dq_r, dk_r = torch.empty_like(q_r), torch.zeros_like(k_r)
+        dq_r, dk_r = torch.empty_like(q_r), torch.empty_like(k_r)
     g = g if dropout == 0.0 else g * (1 / (1 - dropout))
-    for i, e in query_blocks(q, k):
-        n, q_i, P, drop = causal_weights(q, k, i, e, dropout, seed)
+    blocks = query_blocks(q, k)
+    for (i, e), P in reversed(list(zip(blocks, kept or [None] * len(blocks)))):
+        beta = int(e < q.size(1))  # the last rows, which see all keys, come first: nothing is there to add to
+        n, P, drop = causal_weights(q, k, i, e, dropout, seed, P)
         W = P if drop is None else P.masked_fill(drop, 0)
         if q_r is None:
-            dv[:, :n].baddbmm_(W.mT, g[:, i:e])
+            dv[:, :n].baddbmm_(W.mT, g[:, i:e], beta=beta)
             dP = torch.bmm(g[:, i:e], v[:, :n].mT)
         else:
             G = torch.bmm(q_r[:, i:e], v[:, :n].mT)                                      # Q_R V^T: the output is (W * G) K_R
             dWG = torch.bmm(g[:, i:e], k_r[:, :n].mT)
-            dk_r[:, :n].baddbmm_((W * G).mT, g[:, i:e])
+            dk_r[:, :n].baddbmm_((W * G).mT, g[:, i:e], beta=beta)
             dG = dWG * W
             dq_r[:, i:e] = torch.bmm(dG, v[:, :n])
-            dv[:, :n].baddbmm_(dG.mT, q_r[:, i:e])
+            dv[:, :n].baddbmm_(dG.mT, q_r[:, i:e], beta=beta)
             dP = dWG.mul_(G)
         if drop is not None:
             dP.masked_fill_(drop, 0)
         dscores = torch._softmax_backward_data(dP, P, -1, P.dtype)  # P * (dP - sum over keys of P * dP), in one pass
-        dq[:, i:e] = torch.bmm(dscores, k[:, :n])
-        dk[:, :n].baddbmm_(dscores.mT, q_i)
-    return [dq.mul_(q.size(-1) ** -0.5), dk, dv] + ([] if q_r is None else [dq_r, dk_r])
+        dq[:, i:e].baddbmm_(dscores, k[:, :n], beta=0, alpha=q.size(-1) ** -0.5)
+        dk[:, :n].baddbmm_(dscores.mT, q[:, i:e], beta=beta, alpha=q.size(-1) ** -0.5)
+    return [dq, dk, dv] + ([] if q_r is None else [dq_r, dk_r])
 
 
 @blocked_attention.register_fake
-def _(q, k, q_r, v, k_r, seed, dropout):
-    return q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1))
+def _(q, k, q_r, v, k_r, seed, dropout, keep):
+    kept = [q.new_empty(q.size(0), e - i, e + k.size(1) - q.size(1)) for i, e in query_blocks(q, k)] if keep else []
+    return q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), kept
 
 
 @blocked_attention_backward.register_fake
-def _(g, q, k, q_r, v, k_r, seed, dropout):
+def _(g, q, k, q_r, v, k_r, seed, dropout, kept):
     return [torch.empty_like(t) for t in (q, k, v, q_r, k_r) if t is not None]
 
 
 def save_attention(ctx, inputs, output):
-    *tensors, ctx.dropout = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.dropout, _ = inputs
+    ctx.set_materialize_grads(False)  # kept has none
+    ctx.save_for_backward(*tensors, *output[1])
 
 
-def attention_gradients(ctx, g):
-    dq, dk, dv, *more = blocked_attention_backward(g, *ctx.saved_tensors, ctx.dropout)
+def attention_gradients(ctx, g, _):
+    if g is None:
+        return (None,) * 8
+    q, k, q_r, v, k_r, seed, *kept = ctx.saved_tensors
+    dq, dk, dv, *more = blocked_attention_backward(g, q, k, q_r, v, k_r, seed, ctx.dropout, kept)
     dq_r, dk_r = more or (None, None)
-    return dq, dk, dq_r, dv, dk_r, None, None
+    return dq, dk, dq_r, dv, dk_r, None, None, None
 
 
 blocked_attention.register_autograd(attention_gradients, setup_context=save_attention)
@@ -255,7 +266,9 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
         # autocast's dtype, as PyTorch's operator does: it might still be on in backward, and cast some of the products
         flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, q_r, v, k_r)]
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
-        return blocked_attention(*flat, seed, dropout).unflatten(0, q.shape[:2])
+        # P stays where it is at most twice as large as what stays anyway: so memory is linear in T, and both passes 1.2 to 1.3 times as fast
+        keep = torch.is_grad_enabled() and S <= 4 * (q.size(-1) + v.size(-1))
+        return blocked_attention(*flat, seed, dropout, keep)[0].unflatten(0, q.shape[:2])
     if flash:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # bool() leaves a symbol
     if T > 1:

@@ -914,17 +914,31 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
     shapes = dict(q=(T, 5), k=(past + T, 5), v=(past + T, wide)) | (dict(r=(T, 5), u=(past + T, 5)) if outer else {})
     leaf = {n: randn(3, *shape, grad=True) for n, shape in shapes.items()}
     q, k, r, v, u = (leaf.get(n) for n in "qkrvu")
-    y = blocked_attention(q, k, r, v, u, None, 0.0)
+    y, kept = blocked_attention(q, k, r, v, u, None, 0.0, False)
+    stored, P_kept = blocked_attention(q, k, r, v, u, None, 0.0, True)
+    assert torch.equal(y, stored) and kept == [] and all(error(P.sum(-1), torch.ones(P.shape[:2])) < 1e-12 for P in P_kept)
     P = (q @ k.mT / math.sqrt(5)).masked_fill(torch.ones(T, past + T, dtype=torch.bool).triu(1 + past), -math.inf).softmax(-1)
     z = (P * (r @ v.mT)) @ u if outer else P @ v
     dy = torch.randn_like(z)
     assert error(y, z) < 1e-12
-    for a, b in zip(torch.autograd.grad(y, list(leaf.values()), dy), torch.autograd.grad(z, list(leaf.values()), dy)):
-        assert error(a, b) < 1e-12
-    torch.library.opcheck(blocked_attention, (q, k, r, v, u, None, 0.0))  # among others, that torch.compile may take it
+    for a, b, c in zip(*(torch.autograd.grad(out, list(leaf.values()), dy) for out in (y, z, stored))):
+        assert error(a, b) < 1e-12 and error(a, c) < 1e-12
+    for keep in (False, True):
+        torch.library.opcheck(blocked_attention, (q, k, r, v, u, None, 0.0, keep))  # among others, that torch.compile may take it
     if not outer and not past:
         q, k, v = (t.detach()[:, None] for t in (q, k, v))
         assert error(attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)) < 1e-12
+
+
+def test_gpt_attention_keeps_its_weights_while_they_are_few():
+    "Where there are more than twice the numbers of q, k, v and out, keeping them would make memory quadratic in T"
+    q, v, asked = torch.randn(1, 2, 40, 3, requires_grad=True), torch.randn(1, 2, 60, 7), []
+    with unittest.mock.patch.object(model_py, "blocked_attention", lambda *a: asked.append(a[-1]) or blocked_attention(*a)):
+        for S in (40, 41, 60):
+            attention(q, v[:, :, :S, :3], v[:, :, :S])
+        with torch.no_grad():
+            attention(q, q, q)
+    assert asked == [True, False, False, False]
 
 
 def test_gpt_attention_by_pytorchs_operator_compiles_for_any_length():
@@ -988,10 +1002,12 @@ def test_gpt_blocked_attention_dropout(outer, monkeypatch):
     leaf = [randn(2, 10, 3, grad=True) for _ in range(5 if outer else 3)]
 
     def call(q, k, v, r=None, u=None):
-        return blocked_attention(q, k, r, v, u, torch.tensor(5), 0.4)
+        return blocked_attention(q, k, r, v, u, torch.tensor(5), 0.4, keep)[0]
 
-    assert torch.autograd.gradcheck(call, leaf)
-    P = blocked_attention(torch.zeros(200, 8, 1), torch.zeros(200, 8, 1), None, torch.eye(8).repeat(200, 1, 1), None, torch.tensor(7), 0.25)
+    for keep in (False, True):
+        assert torch.autograd.gradcheck(call, leaf)
+    zeros, one = torch.zeros(200, 8, 1), torch.eye(8).repeat(200, 1, 1)
+    P, _ = blocked_attention(zeros, zeros, None, one, None, torch.tensor(7), 0.25, False)
     kept = P[:, 7] > 0  # of weights 1 / (t + 1) each
     assert not torch.equal(P[:, 0, 0] > 0, P[:, 4, 0] > 0)  # each block of rows has noise of its own
     assert torch.allclose(P[:, 7][kept], torch.tensor(1 / 8 / 0.75)) and abs(kept.float().mean() - 0.75) < 0.04
@@ -1209,9 +1225,9 @@ def test_gpt_branches_of_a_gpt_on_a_gpu_give_what_those_of_a_cpu_give(config):
     assert isinstance(there, Elsewhere) and error(there.as_subclass(torch.Tensor), m(idx)) < 1e-12
     q, k, v = randn(1, 2, 3, 4), randn(1, 2, 7, 4), randn(1, 2, 7, 4)  # a window behind a memory: PyTorch's causal mask would be another
     with unittest.mock.patch.object(model_py, "blocked_attention", lambda *a: blocked_attention(*(
-            t.as_subclass(torch.Tensor) if isinstance(t, Elsewhere) else t for t in a)).as_subclass(Elsewhere)):
+            t.as_subclass(torch.Tensor) if isinstance(t, Elsewhere) else t for t in a))[:1]):
         y = attention(*(t.as_subclass(Elsewhere) for t in (q, k, v)))
-    assert error(y.as_subclass(torch.Tensor), attention(q, k, v)) < 1e-12
+    assert error(y, attention(q, k, v)) < 1e-12
 
 
 @pytest.mark.parametrize("T, outer", [(2, False), (300, False), (2, True), (8, True)])
