@@ -257,7 +257,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
     #    few hundred columns, 1.7 times the operations; to move that to memory and back takes a third of the products' time. Calculated for
     #    an H200, not measured (bench.py kernels does); FlashAttention's author advises so (Dao-AILab/flash-attention, issues 801, 805).
     # 2. PyTorch's fused operator, for heads up to 256.
-    # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where blocks take 11 and 19.
+    # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where one block takes 11 and 9.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
     if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
         flash = flash and q.size(-1) == v.size(-1)
@@ -266,7 +266,8 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
         # autocast's dtype, as PyTorch's operator does: it might still be on in backward, and cast some of the products
         flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, q_r, v, k_r)]
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
-        # P stays where it is at most twice as large as what stays anyway: so memory is linear in T, and both passes 1.2 to 1.3 times as fast
+        # P stays where it holds at most twice what stays anyway, q, k, v and the output: memory is linear in T, and on a CPU both passes
+        # are 1.1 to 1.3 times as fast
         keep = torch.is_grad_enabled() and S <= 4 * (q.size(-1) + v.size(-1))
         return blocked_attention(*flat, seed, dropout, keep)[0].unflatten(0, q.shape[:2])
     if flash:
