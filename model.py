@@ -139,7 +139,9 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
     n = e + k.size(1) - q.size(1)  # the queries are the last of all positions
     if P is None:
         scores = torch.bmm(q[:, i:e] * q.size(-1) ** -0.5, k[:, :n].mT)
-        scores[:, :, n - (e - i):] += q.new_full((e - i, e - i), -math.inf).triu_(1)  # on a CPU masked_fill_ takes 3 to 5 times as long
+        own = scores[:, :, n - (e - i):]
+        limit = q.new_ones(e - i, e - i).tril_().sub_(0.5).mul_(math.inf)  # inf where a row may look, else -inf
+        torch.minimum(own, limit, out=own)  # masked_fill_ takes 3 to 5 times as long on a CPU
         P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
     if dropout == 0.0:
         return n, P, None
@@ -179,9 +181,10 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
                                k_r: torch.Tensor | None, seed: torch.Tensor | None, dropout: float,
                                kept: list[torch.Tensor]) -> list[torch.Tensor]:
     "-> gradients of q, k, v, and of q_r, k_r if there are"
-    dq, dk, dv = map(torch.empty_like, (q, k, v))
+    new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # there 0 times what is read counts (pytorch/pytorch, issue 194442)
+    dq, dk, dv = map(new, (q, k, v))
     if q_r is not None:
-        dq_r, dk_r = torch.empty_like(q_r), torch.empty_like(k_r)
+        dq_r, dk_r = new(q_r), new(k_r)
     g = g if dropout == 0.0 else g * (1 / (1 - dropout))
     blocks = query_blocks(q, k)
     for (i, e), P in reversed(list(zip(blocks, kept or [None] * len(blocks)))):
@@ -267,14 +270,14 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
         flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, q_r, v, k_r)]
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
         # P stays where it holds at most twice what stays anyway, q, k, v and the output: memory is linear in T, and on a CPU both passes
-        # are 1.1 to 1.3 times as fast
-        keep = torch.is_grad_enabled() and S <= 4 * (q.size(-1) + v.size(-1))
+        # are 1.1 to 1.3 times as fast. Not compiled: how many blocks there are would fix T in the code
+        keep = torch.is_grad_enabled() and not torch.compiler.is_compiling() and S <= 4 * (q.size(-1) + v.size(-1))
         return blocked_attention(*flat, seed, dropout, keep)[0].unflatten(0, q.shape[:2])
     if flash:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # bool() leaves a symbol
-    if T > 1:
-        mask = q.new_full((T, T), -math.inf).triu(1)
     scores = q @ k.mT * q.size(-1) ** -0.5  # T = 1, too: of a fused kernel one multiprocessor alone would read all these wide k and v
+    if T > 1:
+        scores = scores.masked_fill(q.new_ones(T, T, dtype=torch.bool).triu(1), -math.inf)
     P = F.dropout((scores if mask is None else scores + mask).softmax(-1, dtype=scores.dtype), dropout)
     return P @ v if q_r is None else (P * (q_r @ v.mT)) @ k_r
 

@@ -964,6 +964,17 @@ def test_gpt_attention_that_drops_nearly_all():
         assert (attention(q, q, q, dropout=dropout) != 0).float().mean() < (0.1 if dropout == 0.999 else 0.01)
 
 
+def test_gpt_attention_by_blocks_compiles_once_for_windows_of_any_length():
+    torch._dynamo.reset()
+    made, once, backend = [], 0, torch._dynamo.lookup_backend("aot_eager")
+    compiled = torch.compile(attention, backend=lambda *a: made.append(a) or backend(*a), fullgraph=True, dynamic=True)
+    for T in (5, 9, 140, 300):
+        leaf = [randn(1, 2, T, 8, grad=True) for _ in range(3)]
+        for a, b in zip(*(torch.autograd.grad(f(*leaf).square().sum(), leaf) for f in (compiled, attention))):
+            assert error(a, b) < 1e-12
+    assert len(made) == 1
+
+
 def test_gpt_shapes_that_do_not_fit_are_one_line():
     "Some of them used to be computed: values of more positions than there are keys, one target for a whole window"
     q, long = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 9, 8)
@@ -1215,6 +1226,36 @@ def test_gpt_cache_filled_in_pieces(attn, pos, out):
 class Elsewhere(torch.Tensor):
     "A CPU tensor that says it is on a GPU, as all that is computed from it does: takes the branches of the models that only a GPU takes"
     device = property(lambda self: SimpleNamespace(type="cuda"))
+
+
+def test_gpt_attention_of_what_a_later_key_makes_infinite_is_that_rows_alone():
+    "In fp16 finite numbers are enough"
+    q, k, v = torch.zeros(1, 1, 6, 4).half(), torch.zeros(1, 1, 6, 4).half(), torch.randn(1, 1, 6, 4).half()
+    q[..., 0], k[..., 4, 0], true = 300, 600, attention(q, k, v)  # as yet without that key
+    k[..., 4, 0] = 600
+    wide = [F.pad(t, (0, 300)) for t in (q, k, v)]  # on a GPU: whole, in plain operations
+    for y in (attention(q, k, v), attention(*(t.as_subclass(Elsewhere) for t in wide)).as_subclass(torch.Tensor)[..., :4]):
+        assert y[..., 4, :].isnan().all() and error(y[..., :4, :], true[..., :4, :]) < 1e-3
+
+
+class Apple(torch.Tensor):
+    device = property(lambda self: torch.device("mps"))
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_gpt_blocked_attention_on_apples_gpus_adds_to_nothing_that_was_never_written(outer, monkeypatch):
+    "Up to torch 2.13 baddbmm_ there multiplies what it finds by beta, also by 0"
+    leaf = [randn(2, 600, 3, grad=True) for _ in range(5 if outer else 3)]
+    q, k, v, q_r, k_r = leaf if outer else [*leaf, None, None]
+    y, kept = blocked_attention(q, k, q_r, v, k_r, None, 0.0, False)
+    true, g = torch.autograd.grad(y.sum(), leaf), torch.ones_like(y)
+    monkeypatch.setattr(torch.Tensor, "baddbmm_", lambda s, a, b, *, beta=1, alpha=1: s.mul_(beta).add_(torch.bmm(a, b), alpha=alpha))
+    monkeypatch.setattr(torch, "empty_like", lambda t: torch.full_like(t, math.nan))
+    there = [None if t is None else t.detach().as_subclass(Apple) for t in (g, q, k, q_r, v, k_r)]
+    with torch.no_grad():
+        found = model_py.blocked_attention_backward._init_fn(*there, None, 0.0, kept)
+    for a, b in zip(found, true):
+        assert error(a.as_subclass(torch.Tensor), b) < 1e-12
 
 
 @pytest.mark.parametrize("config", [dict(pos="rope"), dict(pos="learned", mlp="gelu"), dict(attn="dva", n_head=1, pos="rope"),
