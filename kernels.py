@@ -511,7 +511,8 @@ _FEW = 132
 @lru_cache(256)
 def _plan(d, n_head, heads_only, bits, kind="forward"):
     """Shapes for the kernels above: (constexprs, num_warps), or None where they do not apply and the PyTorch path is taken: a factor m
-    above 28, two factors that are no power of two, a mix over heads whose width is no multiple of 8, or d above 65536, which would spill.
+    above 28, two factors that are no power of two, a mix over heads whose width is no multiple of 8 or of more than 64 heads, or d above
+    65536, which would spill.
     bits: 16 or 32, of one element.
     kind: "forward", "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads", "norm", "norm few",
     "norm backward"."""
@@ -519,7 +520,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     mh, ch = _split_order(n_head)
     mi, ci = (1, 1) if heads_only else _split_order(d // n_head)
     M = mh * mi
-    if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and d // n_head % 8):
+    if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and (d // n_head % 8 or n_head > 64)):
         return None
     if heads_only:
         inner, warps, P, C = 0, 4, ch, d // n_head
@@ -527,6 +528,8 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         if "norm" in kind and CW < C < 128:  # whole rows in one program
             CW = W = 1 << (C - 1).bit_length()
         each = (4 if M * P <= 12 else 2) if kind == "grads" else 8 if bits == 16 and M * P <= 16 else 4  # numbers a thread and tile
+        if M * P > 32:  # 64 heads at most: more spill, and take minutes to compile
+            each //= 2
         if kind in ("norm", "norm backward"):  # up to five sets of numbers: at most 32 a thread in each, up to 32 heads
             each = 2 if M * P <= 16 else 1
             warps = max(1, W // (32 * each))
@@ -844,7 +847,7 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
     if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
         return False
     plan = _plan(d, n_head, heads_only, 16, "norm")
-    return plan is not None and plan[0]["CW"] >= plan[0]["C"] and (heads_only or d <= 4096)
+    return plan is not None and plan[0]["CW"] >= plan[0]["C"] and (n_head <= 32 if heads_only else d <= 4096)
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):

@@ -643,6 +643,8 @@ def test_triton_launches_say_that_multiply_and_add_may_fuse(monkeypatch):
 def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch, guarded):
     monkeypatch.setattr(kernels, "_FEW", 2)
     assert hadamard_norm_is_fused(d, n_head, heads_only) and not hadamard_norm_is_fused(5120, 40)
+    assert hadamard_norm_is_fused(4096, 32, True) and not hadamard_norm_is_fused(5120, 40, True)  # it would compile for a minute
+    assert kernels._plan(8192, 64, True, 16) and kernels._plan(6144, 96, True, 16) is None
     R = {bits: kernels._plan(d, n_head, heads_only, bits, "norm")[0]["R"] for bits in (32, 16)}
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     alpha, beta, weight, shift = (torch.randn(d) for _ in range(4))
@@ -5075,7 +5077,7 @@ HADAMARD_CODE = [  # most instructions an element, a little above what Triton 3.
     (25, "forward", 90, "fp32", 1024, 16, False), (29, "pre", 90, "bf16", 768, 12, False), (29, "pre", 80, "bf16", 1536, 16, False),
     (31, "forward", 90, "bf16", 3072, 24, False), (30, "pre", 100, "bf16", 3072, 24, False), (125, "few", 90, "bf16", 768, 12, False),
     (50, "grads", 90, "bf16", 1024, 16, False), (55, "grads", 80, "bf16", 1536, 16, False), (43, "grads", 90, "bf16", 2560, 20, False),
-    (38, "grads", 100, "bf16", 768, 12, True),
+    (38, "grads", 100, "bf16", 768, 12, True), (20, "forward", 90, "bf16", 8192, 64, True), (20, "grads", 90, "bf16", 8192, 64, True),
     # with residual and norm, 8 bytes an element in bf16 (12 with an fp32 residual), so twice the budget
     (30, "norm", 90, "bf16", 768, 12, True), (49, "norm", 90, "bf16", 768, 12, False), (42, "norm", 80, "bf16", 1024, 16, False),
     (23, "norm", 90, "bf16", 1024, 16, True, "fp32"), (41, "norm", 90, "bf16", 2048, 16, False, "fp32"),
