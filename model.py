@@ -260,7 +260,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
     #    few hundred columns, 1.7 times the operations; to move that to memory and back takes a third of the products' time. Calculated for
     #    an H200, not measured (bench.py kernels does); FlashAttention's author advises so (Dao-AILab/flash-attention, issues 801, 805).
     # 2. PyTorch's fused operator, for heads up to 256.
-    # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where one block takes 11 and 9.
+    # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where a block takes 13 and 17.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
     if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
         flash = flash and q.size(-1) == v.size(-1)
