@@ -89,12 +89,12 @@ def run(main, again=""):
                               ("working triton", "torch.compile wants Triton on a GPU: install it, or take --compile=0")):
             if words in str(e):
                 die(advice)
-        if not isinstance(e, MemoryError) and not re.search("out of memory|can't allocate memory", str(e)):
+        if not isinstance(e, MemoryError) and not re.search("out of memory|can't allocate memory|can't start new thread", str(e)):
             raise
         die(f"out of memory: take a smaller model, batch, window or file ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
     except OSError as e:
         advice = {**dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space and type the same command again"),
-                  errno.EACCES: "; choose a place you may write to", errno.EROFS: "; choose a place you may write to",
+                  errno.EACCES: "; choose what you may read, and write to", errno.EROFS: "; choose a place you may write to",
                   errno.EEXIST: ", and is no folder; choose another place", errno.ENOTDIR: "; choose another place"}
         die(f"{e.filename + ': ' if e.filename else ''}{e.strerror or e}{advice.get(e.errno, '')}")
 
@@ -150,7 +150,7 @@ class Parser(argparse.ArgumentParser):
         flags = {s.replace("-", "_"): s for s in self._option_string_actions}
         for i, arg in enumerate(args):
             flag, equals, value = arg.partition("=")
-            if flag.startswith("--"):  # looked up before argparse sees it, so that a typo is reported as a typo
+            if flag.startswith("--") and " " not in flag:  # looked up before argparse sees it, so that a typo is reported as a typo
                 if flag.replace("-", "_") not in flags:
                     self.error(f"unknown flag {flag}{nearest(flag, flags.values())}")
                 args[i] = flags[flag.replace("-", "_")] + equals + value
@@ -206,7 +206,8 @@ def progress(done, total, t0, what, start=0, unit="MB", scale=1e6):
     line += f", {rate / scale:,.1f} {unit}/s"
     line += f", {duration((total - done) / rate)} left" if total and not end else ""
     progress.last, progress.open = now, tty and not end
-    print("\r" + line.ljust(79) if tty else line, end="" if progress.open else "\n", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # as in warn()
+        print("\r" + line.ljust(79) if tty else line, end="" if progress.open else "\n", file=sys.stderr, flush=True)
 
 
 progress.last, progress.open = -1e9, False
@@ -233,16 +234,20 @@ def alone(folder):
         with contextlib.suppress(ImportError, OSError):  # Windows, some network file systems
             import fcntl
             while True:
-                lock = os.open(folder, os.O_RDONLY)
+                try:
+                    os.makedirs(folder, exist_ok=True)
+                    lock = os.open(folder, os.O_RDONLY)
+                except (FileExistsError, FileNotFoundError):
+                    continue  # another process failed, and took it away just now
                 stack.callback(os.close, lock)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     warn(f"waiting for another process, which prepares {folder}")
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                os.makedirs(folder, exist_ok=True)
-                if os.path.samestat(os.fstat(lock), os.stat(folder)):
-                    break  # else the other one failed and took the folder away: a lock on what is gone keeps nobody out
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(lock), os.stat(folder)):
+                        break  # else the other one took the folder away: a lock on what is gone keeps nobody out
             left = [name for name in os.listdir(folder) if re.fullmatch(r".+\.(bin|json)\.\d+\.tmp", name)]
         for name in left:
             os.remove(os.path.join(folder, name))
@@ -264,7 +269,8 @@ class Log:
         claim(self.file)
         folder = os.path.dirname(path) or "."
         if resume_step is None and os.path.exists(os.path.join(folder, "ckpt.pt")):
-            shutil.copyfile(path, f"{path}.old")  # not moved: it is open and locked
+            self.file.seek(0)  # not moved, as it is locked; nor opened again: to close that would end the lock
+            write_atomic(f"{path}.old", lambda f: shutil.copyfileobj(self.file, f))
             kept = ["log.jsonl.old"]
             for name in ("best.pt", "ckpt.pt"):  # ckpt.pt last: if this is killed on the way, the next run does it again
                 with contextlib.suppress(FileNotFoundError):
@@ -495,14 +501,14 @@ def load_dataset(name, data_dir="data"):
     """Open DATA_DIR/NAME -> Dataset; pysource is prepared first if need be, for others the command to type is said."""
     folder = os.path.join(data_dir, name)
     place = "" if data_dir == "data" else f" --data_dir={quote(data_dir)}"
-    hint = f"python prepare_data.py {name if name in DATASETS else f'--input FILE... --name {name}'}{place}"
+    hint = f"python prepare_data.py {name if name in DATASETS else f'--input FILE... --name {quote(name)}'}{place}"
     path = os.path.join(folder, "meta.json")
     if name == "pysource" and not os.path.isfile(path):
         with alone(folder):
             if not os.path.isfile(path):
                 prepare(folder, name, "byte", *pysource())
     if not os.path.isfile(path):
-        die(f"data set {name!r} is not prepared in {data_dir}; type: {hint}")
+        die(f"data set {name!r} is not prepared in {data_dir}{'' if name in DATASETS else nearest(name.lower(), DATASETS)}; type: {hint}")
     try:
         with open(path, "rb") as f:
             meta = json.load(f)
@@ -513,11 +519,11 @@ def load_dataset(name, data_dir="data"):
         splits = {s: Tokens([os.path.join(folder, n) for n in names], meta["vocab_size"], hint)
                   for s, names in meta["files"].items()}
         counts = {s: len(t) for s, t in splits.items()}
-        if counts != meta["tokens"] or meta["vocab_size"] != VOCAB_SIZE[meta["tokenizer"]]:
+        if counts != meta["tokens"] or meta["vocab_size"] != VOCAB_SIZE[meta["tokenizer"]] or not meta["bytes"]["val"] > 0:
             raise ValueError
         return Dataset(name, meta["tokenizer"], meta["vocab_size"], meta["bytes"]["val"] / len(splits["val"]),
                        splits["train"], splits["val"], splits.get("test"), meta)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         die(f"{path} does not describe the .bin files beside it; type: {hint}")
 
 
@@ -602,9 +608,11 @@ def download(url, part, resume=True):
             try:
                 with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as reply:
                     if have and not (reply.headers["Content-Range"] or "").startswith(f"bytes {have}-"):
-                        have = start = f.truncate(0)  # the server ignored the Range and sends all of it
+                        have = start = f.truncate(f.seek(0))  # the server ignored the Range and sends all of it
                     length, t0 = reply.headers["Content-Length"], time.perf_counter()
                     total = have + int(length) if length else None
+                    whole = (reply.headers["Content-Range"] or "").rpartition("/")[2]
+                    total = int(whole) if whole.isdigit() else total  # a server may send less than was asked for
                     while block := reply.read(1 << 18):
                         f.write(block)
                         have += len(block)
@@ -620,7 +628,7 @@ def download(url, part, resume=True):
                     continue
                 problem = f"{e.code} {e.reason}"
             except (OSError, http.client.HTTPException, ValueError) as e:
-                if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     e.filename = part
                     raise
                 problem = getattr(e, "reason", None) or e
@@ -635,16 +643,22 @@ def download(url, part, resume=True):
 def fetch(name, folder, url):
     """-> (bytes, their SHA-256) of a data set that is one file, verified; an earlier download is used again."""
     source = DATASETS[name]
-    path = used = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(url).path) or name)
+    with one_line():
+        path = used = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(url).path) or name)
     if os.path.basename(path) in ("train.bin", "val.bin", "test.bin", "meta.json"):
         die(f"{url}: the prepared data needs the name {os.path.basename(path)}; take a source of another name")
-    if url.startswith("file:") or not os.path.exists(path):
+    if url.startswith("file:") or source.revised and url != source.url or not os.path.exists(path):
         used = path + ".part"
         download(url, used, resume=not source.revised)  # half of one edition and half of another would pass unnoticed
     raw = pathlib.Path(used).read_bytes()
     if zipfile.is_zipfile(used):
-        with contextlib.suppress(Exception), zipfile.ZipFile(used) as z:  # damaged or foreign: fails the check below
-            raw = z.read(name)
+        try:
+            with zipfile.ZipFile(used) as z:
+                raw = z.read(name)
+        except MemoryError:
+            raise
+        except Exception:
+            pass  # damaged or foreign: fails the check below
     algorithm, expected = source.digest
     found = hashlib.new(algorithm, raw).hexdigest()
     if (len(raw), found) != (source.size, expected):
@@ -711,8 +725,9 @@ def prepare_fineweb(folder, name, url, shards):
     for split, names in files.items():
         for shard in names:
             path = used = os.path.join(folder, shard)
-            if not os.path.exists(path):
-                used = path + ".part"
+            if url.startswith("file:") or not os.path.exists(path):
+                # not to be resumed from another mirror: half of one shard and half of another would pass unnoticed
+                used = f"{path}.{hashlib.sha256(url.encode()).hexdigest()[:8]}.part"
                 download(f"{url}/{shard}", used)
             t, failed = None, 0
             try:
@@ -759,8 +774,8 @@ def main(argv=None):
         die("--url and --from_file are for data sets that are downloaded; your own text: --input FILE... --name NAME")
     if args.url and args.from_file:
         die("--url and --from_file name two sources: type one of the two")
-    if args.from_file and not os.path.exists(args.from_file):
-        die(f"--from_file={args.from_file} does not exist")
+    if args.from_file and not (os.path.isdir if dataset == "fineweb10B" else os.path.isfile)(args.from_file):
+        die(f"--from_file={args.from_file} does not exist or is no {'folder' if dataset == 'fineweb10B' else 'file'}")
     if args.shards is not None and (dataset != "fineweb10B" or args.input):
         die("--shards is for fineweb10B")
     shards = 1 if args.shards is None else args.shards

@@ -2109,6 +2109,8 @@ def test_train_resume_with_other_data_of_that_name_is_one_line(train, tmp_path):
     assert train(*flags)[0] == 0
     prepare("other " * 999)
     one_line(train("--resume", "--max_steps=9", *flags[1:]), "ckpt.pt", "changing", "SHA-256", "prepare the same data")
+    pd.prepare(str(tmp_path / "changing"), "changing", "byte", b"first " * 999, "", percent=(80,))  # the same text, split elsewhere
+    one_line(train("--resume", "--max_steps=9", *flags[1:]), "5,394 byte tokens", "4,795 byte tokens", "prepare the same data")
 
 
 def test_train_folder_that_cannot_be_written_is_one_line(train, tmp_path):
@@ -3107,13 +3109,14 @@ def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
 
 def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch):
     one_line(train_shaq_here("--bptt=90000"), "--bptt=90000", "lower --bptt or --batch")
-    one_line(train_shaq_here("--eval_tokens=10"), "--eval_tokens")
     one_line(train_shaq_here(f"--device={ABSENT}"), "take --device=cpu")
     one_line(train_shaq_here("--memory=mean", "--mem_len=20"), "mem_len=20", "--bptt")  # whose name it has here
     ended(train_shaq_here("--max_steps=0", "--n_embd=8"))
     ended(train_shaq_here("--max_steps=0"))  # the best is this run's, though there was another's
     assert losses(records(tmp_path / "out"))[1].keys() == {0}
     assert torch.load(tmp_path / "out/best.pt", weights_only=True)["config"]["n_embd"] == 16
+    one_line(train_shaq_here("--eval_tokens=10"), "--eval_tokens")
+    assert not torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["step"]  # still there: what cannot run takes no other's place
     one_line(train_shaq_here("--resume", "--n_embd=32"), "n_embd", "checkpoint")
     one_line(train_shaq_here("--resume", "--max_minutes=9"), "max_minutes", "checkpoint")  # the schedule hangs on it
     one_line(train_shaq_here("--attn_layers=x"), "--attn_layers", "invalid N[,N] value: 'x'", status=2)
@@ -3421,14 +3424,16 @@ def write(path, tokens, vocab=256):
 
 
 @contextlib.contextmanager
-def server(body, ranges=True, cut=(), rate=None, length=True):
-    """Serve body on 127.0.0.1; the n-th reply stops after cut[n] bytes. Yields (url, list of Range headers seen)."""
+def server(body, ranges=True, cut=(), rate=None, length=True, part=None):
+    """Serve body on 127.0.0.1; the n-th reply stops after cut[n] bytes, and one that goes on from somewhere after part. Yields (url, list of
+    Range headers seen)."""
     seen = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             seen.append(self.headers["Range"])
             start = int(seen[-1].split("=")[1][:-1]) if seen[-1] and ranges else 0
+            end = min(start + part, len(body)) if start and part else len(body)
             if start >= len(body):
                 self.send_response(416)
                 self.send_header("Content-Range", f"bytes */{len(body)}")
@@ -3436,14 +3441,14 @@ def server(body, ranges=True, cut=(), rate=None, length=True):
                 return
             self.send_response(206 if start else 200)
             if length:
-                self.send_header("Content-Length", str(len(body) - start))
+                self.send_header("Content-Length", str(end - start))
             if start:
-                self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(body)}")
             self.end_headers()
             stop = cut[len(seen) - 1] if len(seen) <= len(cut) else len(body)
             with contextlib.suppress(OSError):
-                for i in range(start, min(start + stop, len(body)), 1 << 16):
-                    self.wfile.write(body[i:min(i + (1 << 16), start + stop)])
+                for i in range(start, min(start + stop, end), 1 << 16):
+                    self.wfile.write(body[i:min(i + (1 << 16), start + stop, end)])
                     time.sleep(rate or 0)
 
         def log_message(self, *args):
@@ -3551,8 +3556,12 @@ def test_data_own_text_splits_and_drops_the_byte_order_mark(tmp_path, capsys):
     assert len(d.train) == len(raw) * 9 // 10
     shutil.copy(tmp_path / "d/mine/train.bin", tmp_path / "d/mine/val.bin")
     fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path / "d")), "does not describe")
-    (tmp_path / "d/mine/meta.json").write_text("[1]")
-    fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path / "d")), "does not describe")
+    meta = json.loads((tmp_path / "d/mine/meta.json").read_text())
+    no_text = json.dumps(meta | dict(tokens=dict(train=len(d.train), val=len(d.train)), bytes=dict(val=0)))  # as of separators alone
+    for damage in ("[1]", "[" * 10**5, no_text):
+        (tmp_path / "d/mine/meta.json").write_text(damage)
+        fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path / "d")), "does not describe")
+    fails(capsys, lambda: pd.load_dataset("enwiki", str(tmp_path / "d")), "not prepared", "did you mean enwik8?", "--name enwiki")
 
 
 def test_data_download_resumes_where_it_stopped(corpus):
@@ -3568,6 +3577,9 @@ def test_data_download_resumes_where_it_stopped(corpus):
     with server(packed, length=False) as (url, seen):  # a server that does not say how long
         pd.main(["enwik8", f"--url={url}", f"--data_dir={data}2"])
     assert seen == [None] and pd.load_dataset("enwik8", f"{data}2").meta["sha256"] == d.meta["sha256"]
+    with server(packed, cut=(150_000,), part=100_000) as (url, seen):  # a server may give less than was asked for
+        pd.main(["enwik8", f"--url={url}", f"--data_dir={data}3"])
+    assert seen[:3] == [None, "bytes=150000-", "bytes=250000-"] and len(pd.load_dataset("enwik8", f"{data}3").test) == 20_000
 
 
 @pytest.mark.parametrize("ranges, left", [(True, 100_000), (False, 100_000), (True, None)])  # None: all of it
@@ -3591,6 +3603,10 @@ def test_data_revised_source_is_never_spliced(corpus, monkeypatch, capsys):
     with server(packed) as (url, seen):
         pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
     assert seen == [None] and "not the edition" in capsys.readouterr().err
+    for other, ranges in ((packed + b"more", True), (packed + b"even more", False)):  # another edition does not stand in for the one named now
+        with server(other, ranges, cut=(1000,)) as (url, seen):
+            pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
+        assert seen == [None, "bytes=1000-"] and Path(f"{data}/enwik8/enwik8.zip").read_bytes() == other
 
 
 def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys, monkeypatch):
@@ -3611,6 +3627,13 @@ def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys, monkeypa
     assert len(pd.load_dataset("enwik8", data).test) == 20_000
     own.write_bytes(text[:-1])  # what was prepared before does not stand in for a file that is named now
     fails(capsys, lambda: pd.main(["enwik8", f"--from_file={own}", f"--data_dir={data}"]), "is not enwik8")
+    own.write_bytes(packed)
+    with monkeypatch.context() as patch:
+        patch.setattr(zipfile.ZipFile, "read", unittest.mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            pd.main(["enwik8", f"--from_file={own}", f"--data_dir={data}"])
+    assert Path(f"{data}/enwik8/own.zip.part").read_bytes() == packed  # is not to blame
+    own.write_bytes(text[:-1])
     monkeypatch.setitem(pd.DATASETS, "mine", pd.Source("http://x/mine.txt"))  # whoever adds one is told what to write there
     fails(capsys, lambda: pd.main(["mine", f"--from_file={own}", f"--data_dir={data}"]), "399,999 bytes, sha256 ",
           hashlib.sha256(text[:-1]).hexdigest())
@@ -3664,6 +3687,9 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     fails(capsys, main("--input", str(tmp_path / "latin"), "--name=Enwik8"), "--name=Enwik8 is another")
     fails(capsys, main("pysource", f"--from_file={tmp_path / 'latin'}"), "for data sets that are downloaded")
     fails(capsys, main("shakespeare", "--from_file", str(tmp_path / "none")), "none", "does not exist")
+    fails(capsys, main("shakespeare", "--from_file", str(tmp_path)), "is no file")  # nor could a pipe be read twice
+    fails(capsys, main("fineweb10B", "--from_file", str(tmp_path / "one")), "is no folder")
+    fails(capsys, main("shakespeare", "--url=http://[::1/x"), "Invalid IPv6 URL")
     with windows(monkeypatch):
         fails(capsys, main("shakespeare", "--url=no.url"), "cannot download no.url", "unknown url type")
     assert not os.listdir(tmp_path / "d")
@@ -3705,12 +3731,12 @@ def test_data_one_process_at_a_time_prepares_a_folder(corpus):
     code = f"""
 import sys; sys.path.insert(0, {str(HERE)!r})
 import prepare_data as pd
-pd.DATASETS["enwik8"] = pd.Source("http://x/y", "gpt2", 9, ("sha256", ""), revised=b".", percent=(90, 95))
+pd.DATASETS["enwik8"] = pd.Source(sys.argv.pop(), "gpt2", 9, ("sha256", ""), revised=b".", percent=(90, 95))
 pd.main(sys.argv[1:])"""
     os.makedirs(f"{data}/enwik8")
     Path(f"{data}/enwik8/train.bin.99.tmp").write_bytes(b"of a killed one")
     with server(packed, rate=0.2) as (url, seen):
-        flags = [sys.executable, "-c", code, "enwik8", "--tokenizer=byte", f"--url={url}", f"--data_dir={data}"]
+        flags = [sys.executable, "-c", code, "enwik8", "--tokenizer=byte", f"--data_dir={data}", url]
         runs = [subprocess.Popen(flags, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for _ in range(2)]
         errors = [run.communicate()[1] for run in runs]
     assert [run.returncode for run in runs] == [0, 0] and sum("waiting for another" in e for e in errors) == 1, errors
@@ -3746,6 +3772,26 @@ def test_data_a_folder_whose_preparation_failed_is_still_prepared_by_one_alone(t
         thread.join()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such locks")
+@pytest.mark.parametrize("when", ["open", "stat"])
+def test_data_a_folder_that_another_process_takes_away_just_now_is_made_again(tmp_path, monkeypatch, when):
+    fcntl, folder, real, gone = pytest.importorskip("fcntl"), str(tmp_path / "x"), getattr(os, when), []
+
+    def vanish(path, *args):
+        if path == folder and not gone:
+            gone.append(os.rmdir(folder))
+        return real(path, *args)
+    with monkeypatch.context() as patch:
+        patch.setattr(pd.os, when, vanish)
+        with pd.alone(folder):
+            patch.undo()
+            third = os.open(folder, os.O_RDONLY)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(third, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(third)
+    assert gone == [None]
+
+
 def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
     from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
     def ends(error):
@@ -3754,7 +3800,8 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
         return lambda: pd.run(main)
     fails(capsys, ends(KeyboardInterrupt()), "interrupted", status=130)
     fails(capsys, ends(MemoryError()), "out of memory: take a smaller")
-    fails(capsys, ends(PermissionError(errno.EACCES, "Permission denied", "x/y")), "x/y: Permission denied; choose a place")
+    fails(capsys, ends(PermissionError(errno.EACCES, "Permission denied", "x/y")), "x/y: Permission denied; choose what you may read")
+    fails(capsys, ends(RuntimeError("can't start new thread")), "out of memory: take a smaller")
     for number in (errno.ENOSPC, errno.EDQUOT):  # a cluster's disk is full where one's own share of it is
         fails(capsys, ends(OSError(number, os.strerror(number), "x/y")), "x/y: ", "; free some space")
     fails(capsys, ends(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")), "out of memory: take a smaller", "2.00 GiB")
@@ -3790,6 +3837,7 @@ def test_data_a_run_outlives_its_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Gone())
     monkeypatch.setattr(sys, "stderr", Gone())  # 2>&1 | tee, which Ctrl-C ends too
     pd.report("lost")
+    pd.progress(1, 1, 0, "lost")
     assert not pd.write_or_warn("/dev/null/x", lambda f: None)
     with pytest.raises(SystemExit):
         pd.die("lost")
@@ -3824,12 +3872,14 @@ def test_data_a_damaged_log_is_gone_on_with_from_its_whole_part(tmp_path, capsys
         assert ("line 3 is damaged" in capsys.readouterr().err) == (not last)
 
 
-def test_data_one_run_at_a_time_writes_to_a_folder(tmp_path):
-    for name in ("ckpt.pt.12.tmp", "best.pt.3.tmp", "notes.tmp"):
+@pytest.mark.parametrize("earlier", [[], ["ckpt.pt"]])
+def test_data_one_run_at_a_time_writes_to_a_folder(tmp_path, earlier):
+    for name in ("ckpt.pt.12.tmp", "best.pt.3.tmp", "notes.tmp", *earlier):
         (tmp_path / name).write_bytes(b"half")
     path = str(tmp_path / "log.jsonl")
     log = pd.Log(path, dict(mine=1))
-    assert sorted(os.listdir(tmp_path)) == ["log.jsonl", "notes.tmp"]  # what a killed run had begun is gone
+    kept = ["ckpt.pt.old", "log.jsonl.old"] if earlier else []
+    assert sorted(os.listdir(tmp_path)) == sorted(["log.jsonl", "notes.tmp", *kept])  # what a killed run had begun is gone
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import prepare_data; prepare_data.Log({path!r}, dict(theirs=1))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert other.returncode == 1 and other.stderr.startswith("error: another run writes ") and other.stderr.count("\n") == 1, other.stderr
@@ -3885,6 +3935,7 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys):
     fails(capsys, lambda: parser.parse_args(["--attn_ot", "hadamard"]),
           "train_gpt.py: unknown flag --attn_ot; did you mean --attn_out? (--help lists all)", status=2)
     fails(capsys, lambda: parser.parse_args(["--attn", "x"]), "unknown flag --attn", status=2)
+    assert parser.parse_args(["--attn_out", "-- a comment"]).attn_out == "-- a comment"
     fails(capsys, lambda: parser.parse_args(["--compile=maybe"]), "expected 0 or 1", status=2)
     parser.add_argument("--set", default="", help="name=value,..")
     parser.add_argument("--prompt", default="\n", help="a line break is no default that a reader could see")
@@ -4074,10 +4125,16 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
     assert np.array_equal(pd.load_dataset("fineweb10B", f"{data}1").train[:], tokens["train_000001"])  # one, where nothing is typed
     os.makedirs(f"{data}2/fineweb10B")
     body = (shards / "fineweb_val_000000.bin").read_bytes()
-    Path(f"{data}2/fineweb10B/fineweb_val_000000.bin.part").write_bytes(body[:100])
     with server(body) as (url, seen):
+        for source in (url, "http://another.mirror"):
+            part = f"{data}2/fineweb10B/fineweb_val_000000.bin.{hashlib.sha256(source.encode()).hexdigest()[:8]}.part"
+            Path(part).write_bytes(body[:100] if source == url else bytes(200))
         pd.main(["fineweb10B", f"--url={url}", f"--data_dir={data}2"])
-    assert seen == [None, "bytes=100-"]  # a shard goes on from its part, too
+    assert seen == [None, "bytes=100-"]  # a shard goes on from its part, too, but not from another mirror's
+    assert Path(f"{data}2/fineweb10B/fineweb_val_000000.bin").read_bytes() == body
+    write(shards / "fineweb_train_000001.bin", tokens["val_000000"], 50257)
+    pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"])  # earlier shards do not stand in for what is named now
+    assert np.array_equal(pd.load_dataset("fineweb10B", f"{data}1").train[:], tokens["val_000000"])
     bad = shards / "fineweb_train_000002.bin"
     os.remove(f"{data}/fineweb10B/{bad.name}")
     fails(capsys, lambda: pd.load_dataset("fineweb10B", data), "does not exist", "python prepare_data.py fineweb10B")

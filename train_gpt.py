@@ -184,9 +184,9 @@ def main():
     m.all(True)
     data = load_dataset(s["dataset"], s["data_dir"])
     unit = "byte" if data.tokenizer == "byte" else "token"
-    source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
-    if ckpt and ckpt["data"] != source:
-        was, now = ("{name} ({tokenizer}, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], source))
+    source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta), tokens=len(data.train))
+    if ckpt and source | ckpt["data"] != source:
+        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**source | d) for d in (ckpt["data"], source))
         die(f"{path} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew without --resume")
 
     # model, optimiser

@@ -138,14 +138,19 @@ def read(tokens, streams, length, at, T, device):
     return inputs_and_targets(np.stack([tokens[i * length + at:i * length + at + T + 1] for i in streams]), device)
 
 
+def eval_streams(tokens, eval_tokens, streams):
+    "-> how many streams, at most these, evaluate() reads a split in, and their length"
+    total = min(len(tokens) - 1, eval_tokens)
+    streams = min(streams, max(1, len(tokens) // 64))
+    if total < streams:
+        die(f"{total:,} tokens are too few to evaluate {streams} streams on: raise --eval_tokens, or prepare more text")
+    return streams, total // streams
+
+
 def evaluate(model, tokens, eval_tokens, s, m, streams=16):
     """Loss in nats per token over the split's first eval_tokens, read in order with state and memory carried: the published evaluation.
     (That divides by the tokens of a stream, one more than it predicts: 3e-6 less on enwik8's validation split.)"""
-    total = min(len(tokens) - 1, eval_tokens)
-    streams = min(streams, max(1, len(tokens) // 64))
-    length = total // streams
-    if length < 1:
-        die(f"{total:,} tokens are too few to evaluate {streams} streams on: raise --eval_tokens, or prepare more text")
+    streams, length = eval_streams(tokens, eval_tokens, streams)
     mine = range(m.rank, streams, m.world) if streams >= m.world else range(streams)
     state, loss, T = None, 0.0, s["bptt"]
     with evaluating(model), m.autocast():
@@ -223,9 +228,9 @@ def main():
     m.all(True)
     data = load_dataset(s["dataset"], s["data_dir"])
     unit = "byte" if data.tokenizer == "byte" else "token"
-    source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta))
-    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or resume and ckpt["data"] != source):
-        was, now = ("{name} ({tokenizer}, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], source))
+    source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta), tokens=len(data.train))
+    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or resume and source | ckpt["data"] != source):
+        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**source | d) for d in (ckpt["data"], source))
         die(f"{path if resume else stage2} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew")
     if s["batch"] % m.world:
         die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take "
@@ -235,6 +240,9 @@ def main():
     if length < s["bptt"]:
         die(f"--bptt={s['bptt']}: expected at most the {length:,} tokens of a stream ({len(data.train):,} in {s['batch']} streams): "
             "lower --bptt or --batch")
+    for split, most in ((data.val, 16), (data.test, 8)):
+        if split is not None:
+            eval_streams(split, s["eval_tokens"], most)  # too few end it here, not once an earlier run's files have made way
 
     # model, optimiser
     model, optimizer = build(s, c, data, m)
