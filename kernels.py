@@ -26,6 +26,8 @@ try:
 except ImportError:  # Windows, macOS, CPU-only installs: every operator below still works, through PyTorch
     triton = None
 
+NAMESPACE = "".join(c if c.isalnum() else "_" for c in __name__)  # of the operators: the same names in a copy would take these ones' place
+
 
 def _check_meta(name, *tensors):  # PyTorch would run such a call for its shapes alone, and return memory that nothing has written
     if len({t.is_meta for t in tensors}) == 2:
@@ -176,6 +178,8 @@ def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
 
 def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
     "alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; kept (N, d), if given, is filled with x @ H"
+    if x.dtype == torch.float16:  # x H can be above its 65504 where the result is not; and on a CPU fp32 products are no slower
+        return _transform_torch(x.float(), alpha, beta, pre, scale, n_head, heads_only).to(x.dtype)
     if x.numel() <= 2 ** 15 and beta is not None and pre is None and kept is None:
         return _few_rows_torch(x, alpha, beta, scale, n_head, heads_only)
     r, transform = _blocks(x, n_head, heads_only)
@@ -192,7 +196,7 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
     scaled = None if pre is None else x.new_empty(r, x.shape[1])
     if alpha is not None:
         alpha = alpha * scale
-    elif pre is not None and x.dtype != torch.float16:  # a pass less; fp16 would lose small gradients to its short range
+    elif pre is not None:  # a pass less
         pre, scale = pre * scale, 1.0
     for X, o, u in zip(x.split(r), out.split(r), (out if kept is None else kept).split(r)):  # (r, d) each, the last may be shorter
         w = o if wide is None else wide[:len(o)]
@@ -211,24 +215,23 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
 
 def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     "-> (dalpha, dbeta); given alpha, dx as well, and then x is what the forward pass kept, x @ H: one walk reads and widens dy once"
+    if x.dtype == torch.float16:  # as above
+        return _grads_torch(x.float(), dy.float(), scale, n_head, heads_only)
     r, transform = _blocks(x, n_head, heads_only)
     dtype = reduce(torch.promote_types, [x.dtype, torch.float32] + ([] if alpha is None else [alpha.dtype]))
     dalpha, dbeta = (x.new_zeros(1, x.shape[1], dtype=dtype) for _ in range(2))
     ones, w = x.new_ones(1, r, dtype=dtype), x.new_empty(r, x.shape[1], dtype=dtype)
     wide, narrow = (None, None) if dtype == x.dtype else (torch.empty_like(w), x.new_empty(r, x.shape[1]))  # for g; for alpha * g
-    late = x.dtype == torch.float16  # its short range would lose small gradients if they were scaled before the sums
     dx = x if alpha is None else torch.empty_like(x)  # written to with alpha alone
     if alpha is not None:
-        alpha = alpha.to(dtype) * (1.0 if late else scale)
+        alpha = alpha.to(dtype) * scale
     for X, g, o in reversed(list(zip(x.split(r), dy.split(r), dx.split(r)))):  # what was written last may still be in cache
         n = len(g)
         g = g.to(dtype) if wide is None else wide[:n].copy_(g)  # a residual's gradient may be of any dtype
         dbeta.addmm_(ones[:, :n], g)  # on one thread up to 2.5 times faster than sum(0); in place autocast leaves it in fp32
         if alpha is not None:
             v = torch.mul(g, alpha, out=w[:n])
-            v = transform(v if wide is None else narrow[:n].copy_(v), o)
-            if late:
-                v.mul_(scale)
+            transform(v if wide is None else narrow[:n].copy_(v), o)
         u = transform(X) if alpha is None else X
         dalpha.addmm_(ones[:, :n], torch.mul(u if wide is None else w[:n].copy_(u), g, out=w[:n]))
     sums = dalpha[0] * scale, dbeta[0]
@@ -634,7 +637,7 @@ def _on_triton(x, n_head, heads_only):
             _plan(x.shape[1], n_head, heads_only, x.element_size() * 8) is not None)
 
 
-@torch.library.custom_op("kernels::hadamard", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::hadamard", mutates_args=())
 def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | None, pre: torch.Tensor | None, scale: float,
               n_head: int, heads_only: bool) -> torch.Tensor:
     "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta beside alpha only"
@@ -644,14 +647,14 @@ def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | 
     return run(x, alpha, beta, pre, scale, n_head, heads_only)
 
 
-@torch.library.custom_op("kernels::hadamard_grads", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::hadamard_grads", mutates_args=())
 def _hadamard_grads(x: torch.Tensor, dy: torch.Tensor, scale: float, n_head: int, heads_only: bool) -> tuple[torch.Tensor, torch.Tensor]:
     "(sum over rows of dy * scale * (x @ H), sum over rows of dy), both (d,) in fp32 (fp64 for fp64)"
     run = _grads_triton if _on_triton(x, n_head, heads_only) else _grads_torch
     return run(x, dy, scale, n_head, heads_only)
 
 
-@torch.library.custom_op("kernels::hadamard_kept", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::hadamard_kept", mutates_args=())
 def _hadamard_kept(x: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, scale: float, n_head: int,
                    heads_only: bool) -> tuple[torch.Tensor, torch.Tensor]:
     "-> alpha * scale * u + beta, u = x @ H"
@@ -660,7 +663,7 @@ def _hadamard_kept(x: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, sca
     return _transform_torch(x, alpha, beta, None, scale, n_head, heads_only, u), u
 
 
-@torch.library.custom_op("kernels::hadamard_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::hadamard_backward", mutates_args=())
 def _hadamard_backward(u: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, scale: float, n_head: int,
                        heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "-> (scale * ((alpha * dy) @ H), sum over rows of dy * scale * u, sum of dy)"
@@ -750,7 +753,7 @@ _hadamard_kept.register_autograd(_backward_kept, setup_context=_save_kept)
 _hadamard_grads.register_autograd(_backward_grads, setup_context=_save_grads)
 
 
-@torch.library.custom_op("kernels::hadamard_norm", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::hadamard_norm", mutates_args=())
 def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, weight: torch.Tensor,
                    shift: torch.Tensor | None, scale: float, eps: float, rms: bool, n_head: int,
                    heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -801,7 +804,7 @@ def _norm_backward_torch(out, stats, dout, dnormed, alpha, weight, has_shift, dt
     return dx, dy.to(out.dtype), (dnormed * unit).sum(0, dtype=stats.dtype), dshift
 
 
-@torch.library.custom_op("kernels::hadamard_norm_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::hadamard_norm_backward", mutates_args=())
 def _hadamard_norm_backward(out: torch.Tensor, stats: torch.Tensor, dout: torch.Tensor, dnormed: torch.Tensor, alpha: torch.Tensor,
                             weight: torch.Tensor, has_shift: bool, dtype: torch.dtype, scale: float, rms: bool, n_head: int,
                             heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -877,8 +880,7 @@ def hadamard_transform(x, scale=1.0):
     the Triton path. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5
     makes it orthogonal. Unlike there, d = 768 is the true H_768 and not a cut-off H_1024. For d = 2^k H is that package's, for
     12 * 2^k its hadamard_transform_12N's; its 20N, 28N and 40N are other matrices, not to be swapped for these in a trained model.
-    ValueError for an order that does not exist, TypeError for another dtype, NotImplementedError under forward-mode differentiation. In
-    fp16, off the Triton path, sums above 65504 are infinite whatever the scale.
+    ValueError for an order that does not exist, TypeError for another dtype, NotImplementedError under forward-mode differentiation.
     """
     _reverse_mode_only("hadamard_transform")
     return _hadamard(_as_rows("hadamard_transform", x), None, None, None, float(scale), 1, False).view(x.shape)
@@ -899,7 +901,7 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
                          f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
     _check_meta("hadamard_affine", x, alpha, beta)
     scale = (n_head if heads_only else d) ** -0.5
-    if alpha.requires_grad and torch.is_grad_enabled() and not x.is_cuda:
+    if alpha.requires_grad and torch.is_grad_enabled() and not x.is_cuda and x.dtype != torch.float16:  # which x H may not fit
         return _hadamard_kept(rows, alpha, beta, scale, n_head, heads_only)[0].view(x.shape)
     return _hadamard(rows, alpha, beta, None, scale, n_head, heads_only).view(x.shape)
 
@@ -1295,7 +1297,7 @@ if triton is not None:
 # inputs. So gates come in, and their gradient goes out, as one tensor: cutting them with chunk() outside would make
 # autograd glue the three gradients together again, nearly half of the backward pass's traffic. The third output, edges, is
 # for the backward pass only.
-@torch.library.custom_op("kernels::fo_pool", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::fo_pool", mutates_args=())
 def _fo_op(banks: list[torch.Tensor], c0: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     act = len(banks) == 1
     z, f, o = banks[0].chunk(3, dim=-1) if act else banks
@@ -1312,7 +1314,7 @@ def _(banks, c0):
     return x.new_empty(B, T, H), x.new_empty(B, H, dtype=state), x.new_empty((T + FO_CHUNK - 1) // FO_CHUNK * B * H, dtype=state)
 
 
-@torch.library.custom_op("kernels::fo_pool_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::fo_pool_backward", mutates_args=())
 def _fo_backward_op(banks: list[torch.Tensor], edges: torch.Tensor, dh: torch.Tensor | None,
                     dc_last: torch.Tensor | None) -> tuple[list[torch.Tensor], torch.Tensor]:
     act = len(banks) == 1

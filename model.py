@@ -140,8 +140,10 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
     if P is None:
         scores = torch.bmm(q[:, i:e] * q.size(-1) ** -0.5, k[:, :n].mT)
         own = scores[:, :, n - (e - i):]
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]
+        own.view(bits).bitwise_and_(q.new_ones(e - i, e - i, dtype=bits).tril_().neg_())  # 0 for a later key's NaN
         limit = q.new_ones(e - i, e - i).tril_().sub_(0.5).mul_(math.inf)  # inf where a row may look, else -inf
-        torch.minimum(own, limit, out=own)  # masked_fill_ takes 3 to 5 times as long on a CPU
+        torch.minimum(own, limit, out=own)  # on a CPU masked_fill_ takes 3 times as long as these two
         P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
     if dropout == 0.0:
         return n, P, None
@@ -154,7 +156,10 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
     return n, P, drop
 
 
-@torch.library.custom_op("model::blocked_attention", mutates_args=())
+NAMESPACE = "".join(c if c.isalnum() else "_" for c in __name__)  # of the operators: the same names in a copy would take these ones' place
+
+
+@torch.library.custom_op(f"{NAMESPACE}::blocked_attention", mutates_args=())
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor, k_r: torch.Tensor | None,
                       seed: torch.Tensor | None, dropout: float, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T. With
@@ -176,7 +181,7 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
     return out if dropout == 0.0 else out.mul_(1 / (1 - dropout)), kept
 
 
-@torch.library.custom_op("model::blocked_attention_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::blocked_attention_backward", mutates_args=())
 def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor,
                                k_r: torch.Tensor | None, seed: torch.Tensor | None, dropout: float,
                                kept: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -595,7 +600,7 @@ class GPT(nn.Module):
         The window: past block_size tokens it is cut to its last half and filled again, so that one pass over half a block serves half a
         block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly. On a GPU the
         model and the draw are one CUDA graph for each token. On a CPU it is faster under torch.inference_mode(), which is left to the
-        caller, as FSDP could not train a model after it."""
+        caller, as FSDP could not train a model after it, and wants register_fsdp_forward_method(model, "generate") before it."""
         size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         uniform = draws(max_new_tokens, temperature, idx, generator)
@@ -674,7 +679,7 @@ def evaluating(model):
 def sample(logits, temperature, top_k, u):
     """One token for each row of logits (B, V), by u (B, 1) in [0, 1): (B, 1). In fp64, so that the draw does not hang on the last bits of a
     sum; on the CPU for Apple's GPUs, which have none."""
-    if temperature < 0 or (top_k or 0) < 0:
+    if not temperature >= 0 or (top_k or 0) < 0:
         raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 0")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)

@@ -89,6 +89,8 @@ def run(main, again=""):
                               ("working triton", "torch.compile wants Triton on a GPU: install it, or take --compile=0")):
             if words in str(e):
                 die(advice)
+        if re.search("gloo.*Connection (closed by peer|reset)", str(e)):
+            die("another process ended, and all have to: what it said, if it could, stands above")
         if not isinstance(e, MemoryError) and not re.search("out of memory|can't allocate memory|can't start new thread", str(e)):
             raise
         die(f"out of memory: take a smaller model, batch, window or file ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
@@ -184,6 +186,8 @@ def write_or_warn(path, write):
         write_atomic(path, write)
         return True
     except (OSError, RuntimeError) as e:
+        if isinstance(e.__context__, KeyboardInterrupt):  # which torch.save takes for a failed write, too
+            raise e.__context__ from None
         if isinstance(e, RuntimeError) and isinstance(e.__context__, OSError):
             e = e.__context__  # torch.save turns a full disk into a RuntimeError that does not name it
         warn(f"warning: could not write {path} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]}); "
@@ -263,8 +267,9 @@ class Log:
     """OUT/log.jsonl: one JSON object a line, the first says what ran. A full disk costs the record, not the run. A new run keeps the
     checkpoints and the log of the run before it as *.old."""
 
-    def __init__(self, path, first, resume_step=None):
-        """resume_step: keep this run's earlier log up to the records of that step, the rest was never checkpointed."""
+    def __init__(self, path, first, resume_step=None, evaluated=True):
+        """resume_step: keep this run's earlier log up to the records of that step, the rest was never checkpointed; evaluated: nor was an
+        evaluation there, if not."""
         self.path, self.file = path, open(path, "a+b", buffering=0)
         claim(self.file)
         folder = os.path.dirname(path) or "."
@@ -287,7 +292,7 @@ class Log:
         try:
             for line in lines:
                 record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
-                if record.get("step", -1) >= resume_step + ("val_loss" in record) or not line.endswith(b"\n"):
+                if record.get("step", -1) >= resume_step + (evaluated and "val_loss" in record) or not line.endswith(b"\n"):
                     break
                 keep += len(line)
         except (ValueError, TypeError, AttributeError):  # a line that a crash cut short is the last

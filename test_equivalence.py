@@ -325,14 +325,22 @@ def test_hadamard_few_rows_round_once_on_a_cpu(d, n_head, heads_only):
         exact = alpha.double() * (x.double() @ layer_matrix(d, n_head, heads_only)) + beta.double()
         few, more = hadamard_affine(x[:-1], alpha, beta, n_head, heads_only), hadamard_affine(x, alpha, beta, n_head, heads_only)
         floor = error(exact[:-1].to(dtype), exact[:-1])
-        assert few.dtype == dtype and error(few, exact[:-1]) < 1.001 * floor and error(more, exact) < 1.75 * floor
+        assert few.dtype == dtype and error(few, exact[:-1]) < 1.001 * floor and error(more, exact) < (1.75 if dtype == torch.bfloat16 else 1.001) * floor
 
 
 def test_hadamard_small_fp16_gradients_survive():
     x, dy, one = torch.randn(64, 768).half().requires_grad_(), (1e-4 * torch.randn(64, 768)).half(), torch.ones(768)
     dx, = torch.autograd.grad(hadamard_affine(x, one, one), x, dy)
     exact = dy.double() @ layer_matrix(768, 1, False)
-    assert error(dx, exact) < 3 * error(exact.half(), exact)
+    assert error(dx, exact) < 1.001 * error(exact.half(), exact)
+
+
+def test_hadamard_in_fp16_is_finite_where_its_result_is():
+    for N in (2, 64):  # x H itself is 102,400 there, above fp16's range
+        x, one, zero = torch.full((N, 1024), 100.0).half().requires_grad_(), torch.ones(1024, requires_grad=True), torch.zeros(1024)
+        y = hadamard_affine(x, one, zero)
+        dx, dalpha = torch.autograd.grad(y, (x, one), torch.full_like(y, 100.0))
+        assert y[0, 0] == hadamard_transform(x, 1 / 32)[0, 0] == dx[0, 0] == 3200 and dalpha[0] == N * 320000 and dx[:, 1:].count_nonzero() == 0
 
 
 def test_hadamard_wrong_shapes_and_dtypes_are_one_line():
@@ -380,8 +388,8 @@ def test_hadamard_operators_pass_opcheck():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
     """Bit for bit, over several blocks of rows, the last not full: output, dx and, beside it, dalpha and dbeta, from x H that the forward
-    pass kept; and near the dense product. Without gradients nothing is kept."""
-    calls, one, kept = [], kernels._hadamard_backward, []
+    pass kept; and near the dense product. Without gradients nothing is kept, nor in fp16, which x H may not fit."""
+    calls, one, kept, once = [], kernels._hadamard_backward, [], int(dtype != torch.float16)
     monkeypatch.setattr(kernels, "_hadamard_backward", lambda *args: calls.append(args) or one(*args))
     for d, n_head, heads_only in ((48, 4, False), (1536, 1, False), (64, 8, True)):
         scale, v = (n_head if heads_only else d) ** -0.5, torch.float64 if dtype == torch.float64 else torch.float32
@@ -394,13 +402,13 @@ def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
             u, most = x.double() @ layer_matrix(d, n_head, heads_only), 5e-3 if dtype.itemsize == 2 else 1e-5  # a wrong row alone: 2e-2
             assert error(y, alpha * u + beta) < most and error(exact[1], (dy * u).sum(0)) < most
         assert all(map(torch.equal, torch.autograd.grad(y, (x, alpha, beta), dy, retain_graph=True), exact))
-        assert len(calls) == 1
+        assert len(calls) == once
         twice = torch.autograd.grad(y, (x, alpha, beta), dy, create_graph=True)
-        assert len(calls) == 1 and all(g.requires_grad for g in twice[:2])
+        assert len(calls) == once and all(g.requires_grad for g in twice[:2])
         eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
         assert torch.equal(twice[0], exact[0]) and all(error(a, b) < 100 * eps for a, b in zip(twice[1:], exact[1:]))
         y = hadamard_affine(x.detach(), alpha, beta, n_head, heads_only)  # dx is not wanted, and not made
-        assert error(torch.autograd.grad(y, alpha, dy)[0], exact[1]) < 100 * eps and len(calls) == 1
+        assert error(torch.autograd.grad(y, alpha, dy)[0], exact[1]) < 100 * eps and len(calls) == once
         calls.clear()
     with monkeypatch.context() as m:
         m.setattr(kernels, "_hadamard_kept", lambda *args: kept.append(args))
@@ -479,7 +487,6 @@ def test_each_part_of_kernels_py_works_alone(part, use, tmp_path, monkeypatch):
     rule = "# " + "-" * 77 + "\n"
     top, bottom = (HERE / "kernels.py").read_text(encoding="utf-8").split(rule + "# fo-pooling:")
     source = dict(matrix=top.split(rule + "# PyTorch path.")[0], transform=top, pool=top.split(rule)[0] + "#" + bottom)[part]
-    source = source.replace('"kernels::', f'"{part}::').replace("ops.kernels.", f"ops.{part}.")  # as operators are registered once
     (tmp_path / f"{part}_alone.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     x = torch.randn(4, 96, requires_grad=True)
@@ -487,9 +494,21 @@ def test_each_part_of_kernels_py_works_alone(part, use, tmp_path, monkeypatch):
     assert torch.equal(y, z) and torch.equal(*(torch.autograd.grad(t.sum(), x)[0] for t in (y, z)))
 
 
+def test_a_copy_of_an_operator_leaves_the_original_alone(tmp_path):
+    text = (HERE / "kernels.py").read_text(encoding="utf-8")
+    run = "    run = _transform_triton if _on_triton(x, n_head, heads_only) else _transform_torch\n"
+    assert run in text
+    (tmp_path / "other-kernels.py").write_text(text.replace(run, "    return x * 7\n"), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("other-kernels", tmp_path / "other-kernels.py")
+    spec.loader.exec_module(other := importlib.util.module_from_spec(spec))
+    x, v = torch.ones(1, 4), torch.ones(4)
+    assert other.hadamard_transform(x).tolist() == [[7] * 4] and hadamard_transform(x).tolist() == [[4, 0, 0, 0]]
+    assert hadamard_affine_norm(x, v, v, x, v)[0].tolist() == [[4, 2, 2, 2]]
+
+
 def test_attention_works_alone_in_another_file(tmp_path, monkeypatch):
     model, top = ((HERE / name).read_text(encoding="utf-8") for name in ("model.py", "kernels.py"))
-    part = model[model.index("def product_dtype("):model.index("def up_to(")].replace('"model::', '"alone::')
+    part = model[model.index("def product_dtype("):model.index("def up_to(")]
     head = "import math\nimport torch\nimport torch.nn.functional as F\n" + top[top.index("def _check_meta("):top.index("# ---")]
     (tmp_path / "attention_alone.py").write_text(head + part, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -1241,6 +1260,17 @@ def test_gpt_attention_of_what_a_later_key_makes_infinite_is_that_rows_alone():
         assert y[..., 4, :].isnan().all() and error(y[..., :4, :], true[..., :4, :]) < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gpt_attention_of_a_later_keys_nan_is_that_rows_alone(dtype):
+    for T, at in ((6, 5), (300, 140)):
+        q, k, v = (torch.randn(2, 2, T, 4, dtype=dtype) for _ in range(3))
+        true = attention(q, k, v)
+        for bad in (math.nan, math.inf):
+            k[:, :, at] = bad
+            y = attention(q, k, v)
+            assert torch.equal(y[:, :, :at], true[:, :, :at]) and not torch.equal(y, true)
+
+
 class Apple(torch.Tensor):
     device = property(lambda self: torch.device("mps"))
 
@@ -1800,7 +1830,8 @@ def test_train_on_gpt2_tokens_pads_the_vocabulary_and_prints_none_of_the_padding
 
 
 def test_train_micro_batches_do_not_change_the_curve(train):
-    logs = [train("--dropout=0", f"--micro_batch={n}", out=f"out{n}")[3] for n in (1, 4, 8)]
+    logs = [train("--dropout=0", f"--micro_batch={n}", out=f"out{n}")[3] for n in (1, 4, 99)]
+    assert logs[2][0]["settings"]["micro_batch"] == 99  # not 8, all that there are here: resumed elsewhere it may be more
     curves = [(*losses(log), {r["step"]: r["norm"] for r in log if "norm" in r}) for log in logs]  # AdamW would forgive a wrong norm
     assert all(a == pytest.approx(b, abs=2e-5) for curve in curves[1:] for a, b in zip(curves[0], curve))
 
@@ -3802,6 +3833,7 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
     fails(capsys, ends(MemoryError()), "out of memory: take a smaller")
     fails(capsys, ends(PermissionError(errno.EACCES, "Permission denied", "x/y")), "x/y: Permission denied; choose what you may read")
     fails(capsys, ends(RuntimeError("can't start new thread")), "out of memory: take a smaller")
+    fails(capsys, ends(RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1")), "another process ended")
     for number in (errno.ENOSPC, errno.EDQUOT):  # a cluster's disk is full where one's own share of it is
         fails(capsys, ends(OSError(number, os.strerror(number), "x/y")), "x/y: ", "; free some space")
     fails(capsys, ends(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")), "out of memory: take a smaller", "2.00 GiB")
@@ -3859,6 +3891,21 @@ def test_data_a_new_run_keeps_the_one_before_it(tmp_path, capsys):
     # b's files, whole, though c ended before its first checkpoint
     old = {f"{name}.old": "b" for name in ("best.pt", "ckpt.pt")} | {"log.jsonl.old": '{"run": "b"}\n'}
     assert files() == old | {"log.jsonl": '{"run": "d"}\n'}
+
+
+def test_data_a_log_is_gone_on_with_from_the_checkpoint_whether_or_not_that_was_evaluated(tmp_path):
+    for evaluated in (True, False):  # if not, the evaluation of step 2 comes again
+        (tmp_path / "log.jsonl").write_text('{"settings": {}}\n{"step": 1, "loss": 1}\n{"step": 2, "val_loss": 1}\n{"step": 2, "loss": 1}\n')
+        pd.Log(str(tmp_path / "log.jsonl"), dict(resumed=True), 2, evaluated).file.close()
+        assert records(tmp_path)[2:] == [dict(step=2, val_loss=1)] * evaluated + [dict(resumed=True)]
+
+
+def test_data_ctrl_c_while_a_checkpoint_is_written_is_no_failed_write(tmp_path, capsys):
+    def write(data):
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        pd.write_or_warn(str(tmp_path / "x"), lambda f: torch.save(torch.ones(10**6), SimpleNamespace(write=write, flush=f.flush)))
+    assert not os.listdir(tmp_path) and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", ["[]", "null", "3", '{"step": null}', "\0\0\0", '{"ste'])

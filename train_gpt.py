@@ -197,7 +197,7 @@ def main():
 
     # the batch in tokens -> micro-batches
     B, extra = divmod(s["batch_tokens"], T)
-    micro = s["micro_batch"] = min(s["micro_batch"], max(1, B // m.world))
+    micro = min(s["micro_batch"], max(1, B // m.world))
     if extra or B < 1 or B % (micro * m.world):
         least = T * micro * m.world
         other = "" if ckpt else f"{max(1, s['batch_tokens'] // least) * least}, or "  # a resumed run keeps its batch
@@ -228,7 +228,8 @@ def main():
     versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
     if m.rank == 0:
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
-                  dict(settings=s, config=c, params=model.num_params(), machine=m.note, versions=versions), ckpt and first)
+                  dict(settings=s, config=c, params=model.num_params(), machine=m.note, versions=versions), ckpt and first,
+                  evaluated is not None)
     net = m.parallel(model)  # here the others wait for rank 0, whose log may be taken: before StopSignal torchrun ends them at once
     say(m.note)
     say(f"{s['size']}, {c['attn']}, {c['attn_out']}: {model.num_params():,} parameters ("

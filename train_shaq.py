@@ -276,7 +276,7 @@ def main():
     if m.rank == 0:
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
                   dict(settings=s, config=c, params=sum(parts.values()), machine=m.note, versions=versions),
-                  first if resume else None)
+                  first if resume else None, evaluated is not None)
     net = m.parallel(model)  # here the others wait for rank 0, whose log may be taken: before StopSignal torchrun ends them at once
     say(m.note)
     say(f"{s['preset']}: {c['n_layer']} blocks of width {c['n_embd']}, {sum(parts.values()):,} parameters ("
