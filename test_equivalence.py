@@ -2016,7 +2016,7 @@ def test_train_goes_on_in_a_folder_that_was_moved(train, run_here, tmp_path, mon
     assert status == 0 and list(losses(log)[0]) == [0, 1, 2, 3] and not (tmp_path / "out").exists()
     os.renames(tmp_path / "moved", tmp_path / "out/gpt")  # where it need not be named
     monkeypatch.chdir(tmp_path)
-    log = ended(run_here(train_gpt, ["train_gpt.py", "--resume", "--max_steps=5"], tmp_path / "out/gpt"))[3]
+    log = ended(run_here(train_gpt, ["train_gpt.py", "--resume", "--max_steps=5", "--device=cpu"], tmp_path / "out/gpt"))[3]
     assert list(losses(log)[0]) == [0, 1, 2, 3, 4] and not (tmp_path / "moved").exists()
     assert "ckpt.pt.old" in train("--max_steps=0", out="out/gpt")[1] and (tmp_path / "out/gpt/ckpt.pt.old").exists()
 
@@ -3078,7 +3078,7 @@ def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_s
     assert minutes == sorted(minutes) and len(minutes) == 9  # those of before the stop count
     os.renames(tmp_path / "cut", tmp_path / "out/shaq")  # moved to where it need not be named
     monkeypatch.chdir(tmp_path)
-    log = ended(run_here(train_shaq, ["train_shaq.py", "--resume", "--max_steps=7"], tmp_path / "out/shaq"))[3]
+    log = ended(run_here(train_shaq, ["train_shaq.py", "--resume", "--max_steps=7", "--device=cpu"], tmp_path / "out/shaq"))[3]
     assert list(losses(log)[0]) == list(range(7)) and not (tmp_path / "cut").exists()
     one_line(train_shaq_here("--resume", "--max_steps=6", out="out/shaq"), "--max_steps=6", "is at step 7 already")
 
@@ -5016,7 +5016,7 @@ def test_bench_eval_of_a_local_task(tmp_path, capsys):
     save_model(tmp_path / "ckpt.pt", model, settings=dict(size="nano"))
     argv = ["eval", f"--ckpt={tmp_path}/ckpt.pt", "--tasks=letters", f"--include_path={tmp_path}"]
     if importlib.util.find_spec("lm_eval") is None:
-        return fails(capsys, lambda: bench.main(argv), "pip install lm_eval")
+        return fails(capsys, lambda: bench.main([*argv, "--device=cpu"]), "pip install lm_eval")
     draw = random.Random(1)
     docs = [dict(q="".join(draw.choices("abc ", k=8)).strip() or "a", choices=["".join(draw.choices("xyz", k=3)) for _ in range(3)],
                  gold=draw.randrange(3)) for _ in range(20)]
