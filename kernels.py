@@ -26,7 +26,8 @@ try:
 except ImportError:  # Windows, macOS, CPU-only installs: every operator below still works, through PyTorch
     triton = None
 
-NAMESPACE = "".join(c if c.isalnum() else "_" for c in __name__)  # of the operators: the same names in a copy would take these ones' place
+# of the operators: the same names in a copy would take these ones' place
+NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}" for c in __name__)
 
 
 def _check_meta(name, *tensors):  # PyTorch would run such a call for its shapes alone, and return memory that nothing has written
@@ -176,12 +177,21 @@ def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
     return torch.addcmul(beta, y.view(N, d), alpha, value=scale).to(x.dtype)
 
 
+def _fp32_rows(x):
+    "How many rows of x to widen at a time: on a CPU as many as stay in cache"
+    return max(1, 2 ** 18 // x.shape[1]) if x.device.type == "cpu" else max(1, len(x))
+
+
 def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
     "alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; kept (N, d), if given, is filled with x @ H"
-    if x.dtype == torch.float16:  # x H can be above its 65504 where the result is not; and on a CPU fp32 products are no slower
-        return _transform_torch(x.float(), alpha, beta, pre, scale, n_head, heads_only).to(x.dtype)
     if x.numel() <= 2 ** 15 and beta is not None and pre is None and kept is None:
         return _few_rows_torch(x, alpha, beta, scale, n_head, heads_only)
+    if x.dtype == torch.float16:  # x H can be above its 65504 where the result is not; on a CPU fp32 products are faster, too
+        assert kept is None, "x H may not fit fp16"
+        out, r = x.new_empty(x.shape), _fp32_rows(x)
+        for X, o in zip(x.split(r), out.split(r)):
+            o.copy_(_transform_torch(X.float(), alpha, beta, pre, scale, n_head, heads_only))
+        return out
     r, transform = _blocks(x, n_head, heads_only)
     out = x.new_empty(x.shape)  # not empty_like, whose strides, of a transposed row, no view below need have
 
@@ -216,7 +226,10 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
 def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     "-> (dalpha, dbeta); given alpha, dx as well, and then x is what the forward pass kept, x @ H: one walk reads and widens dy once"
     if x.dtype == torch.float16:  # as above
-        return _grads_torch(x.float(), dy.float(), scale, n_head, heads_only)
+        assert alpha is None, "x H may not fit fp16"
+        r = _fp32_rows(x)
+        parts = [_grads_torch(X.float(), g.float(), scale, n_head, heads_only) for X, g in zip(x.split(r), dy.split(r))]
+        return tuple(torch.stack(p).sum(0) for p in zip(*parts))
     r, transform = _blocks(x, n_head, heads_only)
     dtype = reduce(torch.promote_types, [x.dtype, torch.float32] + ([] if alpha is None else [alpha.dtype]))
     dalpha, dbeta = (x.new_zeros(1, x.shape[1], dtype=dtype) for _ in range(2))
@@ -770,7 +783,8 @@ def _norm_on_triton(x, residual, n_head, heads_only):
 
 def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
     wide = torch.promote_types(residual.dtype, torch.float32)
-    out = (residual + _hadamard(x, alpha, beta, None, scale, n_head, heads_only)).to(residual.dtype)
+    wider = x.float() if x.dtype == torch.float16 else x  # the sum is rounded to residual's dtype alone
+    out = (residual + _hadamard(wider, alpha, beta, None, scale, n_head, heads_only)).to(residual.dtype)
     # on a CPU LayerNorm takes 16-bit rows beside fp32 vectors, but its result is in the rows' dtype, and wanted in x's, which can be wider
     as_it_is = not rms and out.device.type == "cpu" and torch.promote_types(x.dtype, out.dtype) == out.dtype
     y = out if as_it_is else out.to(wide)
@@ -799,7 +813,7 @@ def _norm_backward_torch(out, stats, dout, dnormed, alpha, weight, has_shift, dt
     if dstats is not None:  # from the derivative of this very formula
         dmean, drstd = dstats[:, :, None] / out.shape[1]
         dy = dy - unit * rstd ** 2 * drstd + (0 if rms else dmean)
-    dx = _hadamard(dy.to(dtype), None, None, alpha, scale, n_head, heads_only)
+    dx = _hadamard(dy if dtype == torch.float16 else dy.to(dtype), None, None, alpha, scale, n_head, heads_only).to(dtype)
     dshift = dnormed.sum(0, dtype=stats.dtype) if has_shift else stats.new_empty(0)
     return dx, dy.to(out.dtype), (dnormed * unit).sum(0, dtype=stats.dtype), dshift
 

@@ -156,7 +156,8 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
     return n, P, drop
 
 
-NAMESPACE = "".join(c if c.isalnum() else "_" for c in __name__)  # of the operators: the same names in a copy would take these ones' place
+# of the operators: the same names in a copy would take these ones' place
+NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}" for c in __name__)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::blocked_attention", mutates_args=())

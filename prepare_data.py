@@ -91,7 +91,7 @@ def run(main, again=""):
                 die(advice)
         if re.search("gloo.*Connection (closed by peer|reset)", str(e)):
             die("another process ended, and all have to: what it said, if it could, stands above")
-        if not isinstance(e, MemoryError) and not re.search("out of memory|can't allocate memory|can't start new thread", str(e)):
+        if not isinstance(e, MemoryError) and not re.search("out of memory|can't allocate memory|can't start new thread|calculation overflowed", str(e)):
             raise
         die(f"out of memory: take a smaller model, batch, window or file ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
     except OSError as e:
@@ -284,7 +284,7 @@ class Log:
             report(f"note: {folder} held an earlier run, which --resume would have continued; until the next one it is kept in "
                    + ", ".join(kept))
         for name in os.listdir(folder):
-            if re.fullmatch(r"(ckpt|best)\.pt\.\d+\.tmp", name):  # of a run that was killed while it wrote
+            if re.fullmatch(r"(ckpt\.pt|best\.pt|log\.jsonl\.old)\.\d+\.tmp", name):  # of a run that was killed while it wrote
                 os.remove(os.path.join(folder, name))
         self.file.seek(0)
         lines = self.file.read().splitlines(True) if resume_step is not None else []
@@ -605,14 +605,14 @@ def download(url, part, resume=True):
     """Fetch url into the file part, going on where an earlier attempt stopped if the server can, else afresh."""
     os.makedirs(os.path.dirname(part), exist_ok=True)
     furthest = os.path.getsize(part) if resume and os.path.exists(part) else 0
-    what, remedy = os.path.basename(part), "give a mirror with --url or a local copy with --from_file"
+    what, remedy = re.sub(r"(\.[0-9a-f]{8})?\.part$", "", os.path.basename(part)), "give a mirror with --url or a local copy with --from_file"
     with open(part, "ab" if resume else "wb") as f:
         while True:
             have = start = f.seek(0, os.SEEK_END)
             headers = {"User-Agent": "prepare_data.py"} | ({"Range": f"bytes={have}-"} if have else {})
             try:
                 with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as reply:
-                    if have and not (reply.headers["Content-Range"] or "").startswith(f"bytes {have}-"):
+                    if have and not (reply.headers["Content-Range"] or "").lower().startswith(f"bytes {have}-"):
                         have = start = f.truncate(f.seek(0))  # the server ignored the Range and sends all of it
                     length, t0 = reply.headers["Content-Length"], time.perf_counter()
                     total = have + int(length) if length else None
@@ -672,7 +672,7 @@ def fetch(name, folder, url):
             os.remove(used)
             die(f"{url} is not {name} ({problem}); " + (
                 "name another file" if url.startswith("file:") else f"removed {used}: download it again or name another file"))
-        print(f"note: {url} is not the edition that our figures are for ({problem})", file=sys.stderr)
+        warn(f"note: {url} is not the edition that our figures are for ({problem})")
     os.replace(used, path)
     return raw, hashlib.sha256(raw).hexdigest()
 
@@ -747,7 +747,13 @@ def prepare_fineweb(folder, name, url, shards):
             tokens[split] += len(t)
             sha256[shard] = hashlib.sha256(np.memmap(used, np.uint8, "r")).hexdigest()
             del t  # Windows renames no file that is mapped
+            if used != path and os.path.exists(path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(folder, "meta.json"))  # never beside .bin files that it does not describe
             os.replace(used, path)
+            for name in os.listdir(folder):
+                if name.startswith(shard) and name.endswith(".part"):  # of another mirror
+                    os.remove(os.path.join(folder, name))
     write_meta(folder, name=name, tokenizer="gpt2", vocab_size=vocab, files=files, tokens=tokens, bytes=size,
                source=url, sha256=sha256, split=f"{shards} + 1 shards, verified without a checksum (none is known)")
 

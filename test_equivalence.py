@@ -335,6 +335,13 @@ def test_hadamard_small_fp16_gradients_survive():
     assert error(dx, exact) < 1.001 * error(exact.half(), exact)
 
 
+def test_hadamard_norm_in_fp16_is_as_wide_as_its_residual():
+    x, one, zero = torch.full((2, 1024), 3000.0).half().requires_grad_(), torch.ones(1024), torch.zeros(1024)
+    y, _ = hadamard_affine_norm(x, one, zero, torch.zeros(2, 1024), one)
+    dx, = torch.autograd.grad(y, x, torch.full_like(y, 2e-8))
+    assert y[0, 0] == 96000 and dx[0, 0].item() == pytest.approx(2e-8 * 32, rel=0.1)  # 2e-8 itself is 0 in fp16
+
+
 def test_hadamard_in_fp16_is_finite_where_its_result_is():
     for N in (2, 64):  # x H itself is 102,400 there, above fp16's range
         x, one, zero = torch.full((N, 1024), 100.0).half().requires_grad_(), torch.ones(1024, requires_grad=True), torch.zeros(1024)
@@ -498,8 +505,8 @@ def test_a_copy_of_an_operator_leaves_the_original_alone(tmp_path):
     text = (HERE / "kernels.py").read_text(encoding="utf-8")
     run = "    run = _transform_triton if _on_triton(x, n_head, heads_only) else _transform_torch\n"
     assert run in text
-    (tmp_path / "other-kernels.py").write_text(text.replace(run, "    return x * 7\n"), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("other-kernels", tmp_path / "other-kernels.py")
+    (tmp_path / "2é-kernels.py").write_text(text.replace(run, "    return x * 7\n"), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("2é-kernels", tmp_path / "2é-kernels.py")
     spec.loader.exec_module(other := importlib.util.module_from_spec(spec))
     x, v = torch.ones(1, 4), torch.ones(4)
     assert other.hadamard_transform(x).tolist() == [[7] * 4] and hadamard_transform(x).tolist() == [[4, 0, 0, 0]]
@@ -1827,6 +1834,13 @@ def test_train_on_gpt2_tokens_pads_the_vocabulary_and_prints_none_of_the_padding
     result = train("--dataset=x", f"--data_dir={tmp_path}", "--max_steps=0", out="other")
     one_line(result, "no tiktoken", status=0)
     assert "sample:" not in result[1] and "other/ckpt.pt: the model" in result[1]
+
+
+def test_train_resumes_with_micro_batches_that_divide_where_the_stored_ones_do_not(train, tmp_path):
+    train("--batch_tokens=192", "--micro_batch=3", "--max_steps=1")
+    ckpt = load_checkpoint(str(tmp_path / "out/ckpt.pt"))
+    torch.save(ckpt | dict(settings=ckpt["settings"] | dict(micro_batch=4)), tmp_path / "out/ckpt.pt")  # as of two processes, B // 2 = 3
+    assert "x 2 micro-batches x 3 sequences" in ended(train("--resume", "--max_steps=2"))[1]
 
 
 def test_train_micro_batches_do_not_change_the_curve(train):
@@ -3901,8 +3915,13 @@ def test_data_a_log_is_gone_on_with_from_the_checkpoint_whether_or_not_that_was_
 
 
 def test_data_ctrl_c_while_a_checkpoint_is_written_is_no_failed_write(tmp_path, capsys):
+    writes = []
+
     def write(data):
-        raise KeyboardInterrupt
+        writes.append(data)
+        if len(writes) == 2:  # the first torch.save lets through
+            raise KeyboardInterrupt
+        return len(data)
     with pytest.raises(KeyboardInterrupt):
         pd.write_or_warn(str(tmp_path / "x"), lambda f: torch.save(torch.ones(10**6), SimpleNamespace(write=write, flush=f.flush)))
     assert not os.listdir(tmp_path) and not capsys.readouterr().err
@@ -3921,7 +3940,7 @@ def test_data_a_damaged_log_is_gone_on_with_from_its_whole_part(tmp_path, capsys
 
 @pytest.mark.parametrize("earlier", [[], ["ckpt.pt"]])
 def test_data_one_run_at_a_time_writes_to_a_folder(tmp_path, earlier):
-    for name in ("ckpt.pt.12.tmp", "best.pt.3.tmp", "notes.tmp", *earlier):
+    for name in ("ckpt.pt.12.tmp", "best.pt.3.tmp", "log.jsonl.old.3.tmp", "notes.tmp", *earlier):
         (tmp_path / name).write_bytes(b"half")
     path = str(tmp_path / "log.jsonl")
     log = pd.Log(path, dict(mine=1))
@@ -4178,10 +4197,14 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
             Path(part).write_bytes(body[:100] if source == url else bytes(200))
         pd.main(["fineweb10B", f"--url={url}", f"--data_dir={data}2"])
     assert seen == [None, "bytes=100-"]  # a shard goes on from its part, too, but not from another mirror's
-    assert Path(f"{data}2/fineweb10B/fineweb_val_000000.bin").read_bytes() == body
+    assert Path(f"{data}2/fineweb10B/fineweb_val_000000.bin").read_bytes() == body and not list(Path(data + "2").rglob("*.part"))
     write(shards / "fineweb_train_000001.bin", tokens["val_000000"], 50257)
     pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"])  # earlier shards do not stand in for what is named now
     assert np.array_equal(pd.load_dataset("fineweb10B", f"{data}1").train[:], tokens["val_000000"])
+    (shards / "fineweb_val_000000.bin").rename(tmp_path / "val")
+    fails(capsys, lambda: pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"]), "fineweb_val")
+    assert not os.path.exists(f"{data}1/fineweb10B/meta.json")  # it would describe what one shard is no longer
+    (tmp_path / "val").rename(shards / "fineweb_val_000000.bin")
     bad = shards / "fineweb_train_000002.bin"
     os.remove(f"{data}/fineweb10B/{bad.name}")
     fails(capsys, lambda: pd.load_dataset("fineweb10B", data), "does not exist", "python prepare_data.py fineweb10B")

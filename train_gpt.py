@@ -198,6 +198,8 @@ def main():
     # the batch in tokens -> micro-batches
     B, extra = divmod(s["batch_tokens"], T)
     micro = min(s["micro_batch"], max(1, B // m.world))
+    if "micro_batch" not in typed and B % m.world == 0:
+        micro = max(i for i in range(1, micro + 1) if B // m.world % i == 0)
     if extra or B < 1 or B % (micro * m.world):
         least = T * micro * m.world
         other = "" if ckpt else f"{max(1, s['batch_tokens'] // least) * least}, or "  # a resumed run keeps its batch
