@@ -48,7 +48,7 @@ import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
 from model import (GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, clip_, detach_state,
                    load_checkpoint, lr_at, machine, model_of, peak_flops)
-from prepare_data import (Parser, die, encode, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run)
+from prepare_data import (Parser, die, encode, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
 
 # -----------------------------------------------------------------------------
 # What the papers say
@@ -122,8 +122,10 @@ def start(args):
         die("bench.py measures one device: start it without torchrun")
     torch.use_deterministic_algorithms(False)  # which compare, named before this command, may have left on
     torch.backends.cuda.enable_cudnn_sdp(args.what not in ("decode", "eval"))  # it plans for tenths of a second for each new number of keys
-    args.run, args.gpu = time.strftime("%Y-%m-%d %H:%M:%S"), m.device.type == "cuda"
+    args.run, args.gpu = time.strftime(f"%Y-%m-%d %H:%M:%S, process {os.getpid()}"), m.device.type == "cuda"
     args.hardware, args.git = hardware(m), git_commit()
+    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
+    open(args.out, "ab").close()  # what cannot be written ends it here, not once the first run is over
     return m
 
 
@@ -359,6 +361,8 @@ SAME = "dataset", "data_dir", "block_size", "batch_tokens", "batch", "bptt", "ev
 def settings(kind, text, what):
     "A variant string -> {name: value}, by the training script's own flags"
     parts = re.split(r",(?=\s*\w+\s*=)", text) if text else []  # a comma before name=, so that attn_layers=2,4 stays whole
+    if any("=" not in part for part in parts):
+        die(f"{what}={text!r}: expected name=value,..")
     typed = SCRIPT[kind].parse([f"--{part.strip()}" for part in parts], f"{what}, read by {SCRIPT[kind].__name__}.py")
     if OURS & set(typed) or typed.get("max_steps") == 0:
         die(f"{what}={text!r}: {', '.join(sorted(OURS & set(typed))) or 'max_steps=0'} is not for bench.py's runs")
@@ -447,6 +451,7 @@ class Trainer:
         """All steps -> (curve, tokens/s). The curve: [step, training loss since the last point, validation loss, FLOPs, seconds in steps];
         a run that diverges ends, with a validation loss of inf. what names the run in its line of progress."""
         curve, losses, times, rates, start = [[0, None, self.validate(), 0.0, 0.0]], [], [], [], time.perf_counter()
+        points = min(points, self.steps)
         marks = {round(self.steps * (k + 1) / points) for k in range(points)}
         for i in range(self.steps):
             t0 = time.perf_counter()
@@ -463,7 +468,8 @@ class Trainer:
             if i + 1 < self.steps:
                 progress(i + 1, self.steps, start, what, unit="steps", scale=1)
         if progress.open:  # a terminal: the next line takes the place of this one
-            print(end="\r" + 79 * " " + "\r", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                print(end="\r" + 79 * " " + "\r", file=sys.stderr)
             progress.open = False
         return curve, float(np.median(rates))
 
@@ -471,9 +477,11 @@ class Trainer:
 @torch.no_grad()
 def share(model, given):
     """Copy from given {name: tensor} each parameter of the same name and shape; of c_attn, where mha has W_Q W_K W_V and dva two more, the
-    rows both have"""
+    rows both have. What a branch ends in starts by the number of layers: it is copied where both have as many."""
+    branch_ends = ("c_proj.weight", "alpha") if {n for n in given if n.startswith("h.") and n.endswith("ln_1.weight")} != {
+        n for n, _ in model.named_parameters() if n.startswith("h.") and n.endswith("ln_1.weight")} else ()
     for name, p in model.named_parameters():
-        q = given.get(name)
+        q = None if name.endswith(branch_ends) else given.get(name)
         if q is not None and p.shape[1:] == q.shape[1:] and (len(p) == len(q) or "c_attn" in name):
             n = min(len(p), len(q))
             p[:n] = q[:n]
@@ -582,8 +590,7 @@ def bench_compare(args):
                 tokens_per_s=tokens_per_s, peak_mib=t.peak.mib(), compiled=args.compile, dataset=data.name,
                 bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), paper=paper_quality(kind, t), curve=curve))
             record(args, **runs[i][-1])
-            print(f"seed {seed}  {texts[i] or 'default'}: {loss:.4f} {nats(data.bytes_per_token)}, {tokens_per_s:,.0f} tokens/s",
-                  file=sys.stderr)
+            warn(f"seed {seed}  {texts[i] or 'default'}: {loss:.4f} {nats(data.bytes_per_token)}, {tokens_per_s:,.0f} tokens/s")
             del t
     rows = []
     for i, mine in enumerate(runs):
@@ -746,7 +753,7 @@ def pool_rows(args, m, B, T, H):
             layers["fla's fused_recurrent_hgrn (recurrence alone, on (1 - f) z and log f)"] = (
                 lambda x, g: fused_recurrent_hgrn(x, g)[0], (), list(zip(*inputs)), [dh], (3 * B * T * H, 8 * B * T * H))
         except Exception as e:  # not there, or not for this Triton, which shows in many ways
-            print(f"note: no row for fla's fused_recurrent_hgrn ({e}): pip install fla-core brings it", file=sys.stderr)
+            warn(f"note: no row for fla's fused_recurrent_hgrn ({e}): pip install fla-core brings it")
     shares(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
            dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=(x, dh), times={loop: T / short})
 
@@ -1122,9 +1129,11 @@ def bench_train(args):
             if kind == "shaq":  # full memory from here on: what a long run sees
                 for i in range(math.ceil(t.model.config.mem_len / t.T)):
                     t.step(2 + i)
-        papers = {n: 90e6 / (ABLATIONS[n][0] * 3600) for n in trainers if kind == "shaq" and ABLATIONS[n][0]}  # tokens/s
+        papers = {n: 90e6 / (ABLATIONS[n][0] * 3600) for n, t in trainers.items()  # tokens/s
+                  if kind == "shaq" and ABLATIONS[n][0] and paper_quality("shaq", t)}  # of the paper's model, at any width
         for name, s in timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0).items():
-            t, paper, tokens = trainers[name], papers.get(name), np.mean(trainers[name].tokens[-args.rounds:])
+            t, tokens = trainers[name], np.mean(trainers[name].tokens[-args.rounds:])
+            paper = papers.get(name) if kind == "gpt" or t.model.config.n_embd == SHAQConfig.n_embd else None
             # SHAQ's windows differ in length, but step i of all variants is the same one
             rates[name] = rate = tokens / (np.median(s) if kind == "gpt" else s.mean())
             rows.append((name, f"{t.params:,}", f"{tokens:,.0f}", spread(s), paper and f"{paper:,.0f}", f"{rate:,.0f}",
@@ -1134,7 +1143,7 @@ def bench_train(args):
         base, *others = rates
         for name in others:
             paper = papers[name] / papers[base] if name in papers and base in papers else None
-            if name == "dva_book":
+            if name == "dva_book" and all(getattr(trainers[n].model.config, k) == SIZES[n][k] for n in (base, name) for k in ("n_layer", "n_embd")):
                 paper = 1 / (1 - 0.376)  # 15 min 47 s -> 9 min 51 s
             x = rates[name] / rates[base]
             difference = signed(paper and x - paper)
@@ -1213,6 +1222,9 @@ def bench_scaling(args):
     settled = [train_gpt.settle(shape | common, {}, m)[0] for shape in sizes.values()]
     if len({s["dataset"] for s in settled}) > 1:
         die("these sizes' recipes name different data: give one to all, --set dataset=NAME")
+    for shape, out in itertools.product(sizes.values(), args.variants):  # what makes no model ends it here, not hours later
+        with one_line(), torch.device("meta"):
+            GPT(GPTConfig(**train_gpt.settle(shape | common | dict(attn_out=out), {}, m)[1]))
     data = load_dataset(settled[0]["dataset"], settled[0]["data_dir"])
     runs, rows, base = {out: [] for out in args.variants}, [], args.variants[0]
     seeds, total = range(args.seed, args.seed + args.seeds), sum(map(len, rates.values())) * len(args.variants) * args.seeds
@@ -1231,8 +1243,8 @@ def bench_scaling(args):
                 t.set_steps(max(1, round(steps * first.flops / t.flops)))
                 t.warmup = min(t.warmup, t.steps // 10)
                 if t.steps * t.step_tokens > 4 * len(data.train):
-                    print(f"note: {size} reads {data.name}'s {len(data.train):,} tokens "
-                          f"{t.steps * t.step_tokens / len(data.train):.1f} times", file=sys.stderr)
+                    warn(f"note: {size} reads {data.name}'s {len(data.train):,} tokens "
+                         f"{t.steps * t.step_tokens / len(data.train):.1f} times")
                 curve, pace = t.run(f"run {sum(map(len, runs.values())) + 1} of {total}")
                 papers[out] = paper_quality("gpt", t)
                 runs[out].append(dict(
@@ -1240,8 +1252,8 @@ def bench_scaling(args):
                     compute=curve[-1][3], val_loss=curve[-1][2], tokens_per_s=pace, dataset=data.name,
                     bytes_per_token=data.bytes_per_token, curve=curve))
                 record(args, **runs[out][-1])
-                print(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {curve[-1][0]:,} of {t.steps:,} steps, "
-                      f"{curve[-1][2]:.4f} {nats(data.bytes_per_token)}", file=sys.stderr)
+                warn(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {curve[-1][0]:,} of {t.steps:,} steps, "
+                     f"{curve[-1][2]:.4f} {nats(data.bytes_per_token)}")
                 del t  # or the next is made beside it
             del first, given
         for out in args.variants:
@@ -1250,8 +1262,7 @@ def bench_scaling(args):
             if math.inf in loss:
                 die(f"{size} {out}: at every learning rate a run diverged; give lower ones in --lr")
             if len(rates[size]) > 1 and best in (min(rates[size]), max(rates[size])):
-                print(f"note: {size} {out} is best at lr {best:g}, at an end of those that were tried: give --lr more there",
-                      file=sys.stderr)
+                warn(f"note: {size} {out} is best at lr {best:g}, at an end of those that were tried: give --lr more there")
             ours, paper = np.mean(loss), papers[out]
             rows.append((size, out, f"{mine[0]['compute']:.3g}", f"{best:g}", paper and f"{paper:.2f}", f"{math.exp(ours):.2f}",
                          signed(paper and math.exp(ours) - paper), f"{ours:.4f}",
@@ -1406,11 +1417,13 @@ def records(folder, what, run_at):
             try:
                 row = json.loads(line)
                 row["run"]
+                if row.get("what", what) != what:  # another command's, given the same --out
+                    continue
                 if row.get("val_loss", 0) is None:  # that run diverged
                     row["val_loss"] = math.inf
                 rows.append(row)
             except (ValueError, LookupError, TypeError):
-                print(f"note: {path}, line {i} is cut short, or no record; left out", file=sys.stderr)
+                warn(f"note: {path}, line {i} is cut short, or no record; left out")
     run_at = run_at or (rows[-1]["run"] if rows else None)
     return [r for r in rows if r["run"] == run_at]
 
@@ -1501,7 +1514,8 @@ def plot_logs(plt, rows):
 def plot_compare(plt, rows):
     "Validation loss of each variant, mean over seeds with its standard error, against three measures of cost; SHAQ's ablations once more"
     base = {r["seed"]: r["val_loss"] for r in rows if r["index"] == 0}
-    rows = sorted((r for r in rows if r["seed"] in base), key=lambda r: r["seed"])  # the rest is of a seed that was interrupted
+    whole = {s for s in base if sum(r["seed"] == s for r in rows) == len({r["index"] for r in rows})}
+    rows = sorted((r for r in rows if r["seed"] in (whole or base)), key=lambda r: r["seed"])  # the rest is of a seed that was interrupted
     if not rows:
         die("these records hold no run of the baseline yet: let compare finish a seed")
     variants = {r["index"]: r["variant"] or "default" for r in rows}
@@ -1532,10 +1546,10 @@ def plot_compare(plt, rows):
             mine = [r for r in rows if r["index"] == i]
             hours, paper = ABLATIONS[mine[0]["preset"]][0], mine[0]["paper"]  # None where the paper has no such model
             style = dict(color=COLORS[i % 8], marker=MARKS[i % 8], fillstyle=FILL[i // 8 % 3], ls="", label=name)
-            axes[0].plot([r["curve"][-1][4] / 60 for r in mine], [r["bits_per_byte"] for r in mine], **style)
+            axes[0].plot([r["tokens"] / r["tokens_per_s"] / 60 for r in mine], [r["bits_per_byte"] for r in mine], **style)
             if hours and paper:
                 axes[1].plot(hours * 32, paper, **style, mfc="none")
-        axes[0].set(xlabel="minutes of training", ylabel="bits per byte", title=f"measured, {rows[0]['dataset']}")
+        axes[0].set(xlabel="minutes of training, at the median pace", ylabel="bits per byte", title=f"measured, {rows[0]['dataset']}")
         axes[1].set(xlabel="hours of training (V100)", ylabel="bits per byte", title="paper, enwik8 test, 32 epochs")
         axes[0].legend()
         yield "ablations", fig

@@ -4497,7 +4497,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         assert all(r["tokens_per_s"] > 0 for r in rows) and len(rows) == 8
     if argv[0] == "train":
         assert {"gpt2_book", "dva_book", "sharnn", "shaq"} <= {r["variant"] for r in rows}
-        for line in ("dva_book against gpt2_book | 1.60 | 0.60 | -1.00 | +66.7%", "qrnn against sharnn | 2.35 | 0.67 | -1.68 | +50.0%"):
+        for line in ("dva_book against gpt2_book | – | 0.60 | – | +66.7%", "qrnn against sharnn | 2.35 | 0.67 | -1.68 | +50.0%"):
             assert f"| {line} |" in tables[1]
         assert [r["tokens_per_s"] * (1.5 + i) for i, r in enumerate(rows[:4])] == pytest.approx([r["tokens"] for r in rows[:4]])
     if argv[0] == "kernels":
@@ -4591,6 +4591,32 @@ def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
     assert "| tiny | 1024 x 3 + 64 | compiled, eager | dense | – | 13,107,200 | – |" in printed and "a copy moves 10 GB/s**" in printed
 
 
+def test_bench_says_what_cannot_be_before_it_measures(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "load_dataset", lambda *a: pytest.fail("the data are read"))
+    (tmp_path / "file").write_text("x")
+    main = lambda *argv: lambda: pd.run(lambda: bench.main([*argv, "--device=cpu", "--dtype=float32"]))
+    fails(capsys, main("compare", f"--out={tmp_path}/file/x.jsonl"), "file")
+    out = f"--out={tmp_path}/x.jsonl"
+    fails(capsys, main("scaling", out, "--sizes=1x16,2x20"), "n_embd=20 must be a multiple of n_head=4, by an even number")
+    fails(capsys, main("compare", out, "--set=help"), "--set='help': expected name=value")
+
+
+def test_bench_records_are_one_commands_own(tmp_path):
+    rows = [dict(what="prefill", run="1", x=1), dict(what="decode", run="2"), dict(run="1", x=2)]
+    (tmp_path / "prefill.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [r["x"] for r in bench.records(tmp_path, "prefill", None)] == [1, 2]
+
+
+def test_bench_variants_of_another_depth_keep_their_own_branches():
+    one, two = (small_gpt(n_layer=n, attn_out="hadamard") for n in (1, 2))
+    with torch.no_grad():
+        [p.fill_(5) for p in one.parameters()]
+        bench.share(two, dict(one.named_parameters()))
+    kept = {n for n, p in two.named_parameters() if not (p == 5).all()}
+    assert kept >= {"h.0.attn.alpha", "h.0.mlp.c_proj.weight"} and {n.split(".")[1] for n in kept if not n.startswith("h.0.")} == {"1"}
+    assert not {n for n in kept if n.startswith("h.0.") and not n.endswith(("alpha", "c_proj.weight"))}
+
+
 def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
     "With a stand-in for the models: step i reads 100 (i + 1) tokens, and each next variant takes a second more"
     made = []
@@ -4599,7 +4625,9 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
         def __init__(self, kind, typed, data, m, seed, given=None, compiled=False):
             made.append((kind, typed, data.vocab_size, compiled))
             self.kind, self.params, self.flops, self.T, self.tokens, self.steps = kind, 1000, 7e3, 128, [], []
-            self.model = SimpleNamespace(config=SimpleNamespace(mem_len=300))
+            config = (SHAQConfig(**SHAQ_PRESETS[typed["preset"]], mem_len=300, mean_window=100) if kind == "shaq" else
+                      replace(GPTConfig(**SIZES[typed["size"]]), n_layer=typed.get("n_layer", 12)))
+            self.s, self.model = typed, SimpleNamespace(config=config)
             self.peak = SimpleNamespace(forget=lambda: self.steps.append("forget"), mib=lambda: 2999.6 + len(self.steps))
 
         def step(self, i):
@@ -4636,7 +4664,9 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
         assert [a[1] for a in made] == [dict(size="gpt2_book") | dense, dict(size="dva_book") | dva,
                                         dict(size="dva_book", attn="dva_outer") | dva] and {a[2:] for a in made} == {(50257, False)}
         assert [(r["mfu"], r["params"], r["compiled"]) for r in rows] == [(pytest.approx(0.315 / (1.5 + i)), 1000, False) for i in range(3)]
-    assert "**Training steps, eager;" in capsys.readouterr().out
+    assert "**Training steps, eager;" in (printed := capsys.readouterr().out) and "dva_book against gpt2_book | – | 0.60" in printed
+    bench_run(tmp_path, "train", "--models=book", "--rounds=2", "--set=n_layer=12")  # the paper's width and depth
+    assert "dva_book against gpt2_book | 1.60 | 0.60 | -1.00 | +66.7%" in capsys.readouterr().out
     made.clear()
     bench_run(tmp_path, "train", "--models=shaq", "--presets=qrnn", "--rounds=2", "--set=batch=8,bptt=64,lr=2", "--shaq_set=lr=1")
     assert [a[:2] for a in made] == [("shaq", dict(preset="qrnn", batch=8, bptt=64, lr=1))]  # of SHAQ alone both are SHAQ's
@@ -4830,7 +4860,7 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     asked, made = [], []
     monkeypatch.setattr(bench, "load_dataset", lambda *a: asked.append(a) or sys.exit(3))
     for argv in (["compare", "--set=size=dva_book"], ["compare", "--set=dataset=x", "--set=data_dir=y"], ["compare", "--model=shaq"],
-                 ["scaling", "--sizes=dva_book,gpt2_book"]):
+                 ["scaling", "--sizes=dva_book,gpt2_book", "--variants=dense"]):
         with pytest.raises(SystemExit):
             bench.main([*argv, "--device=cpu", "--dtype=float32"])
     assert asked == [("warandpeace", "data"), ("x", "y"), ("pysource", "data"), ("warandpeace", "data")]
@@ -5106,7 +5136,7 @@ def test_bench_plot_draws_what_the_records_say():
     assert d == -3.0 and bar.tolist() == pytest.approx([-3 - 2 / 3 ** 0.5, -3 + 2 / 3 ** 0.5])
     (_, fig), = bench.plot_compare(plt, [r for r in rows if (r["index"], r["seed"]) not in ((0, 3), (1, 2))])  # interrupted in seed 3
     (d, _), = fig.axes[3].lines[0].get_xydata()
-    assert d == -1.0  # of seed 1 alone
+    assert d == -1.0 and [line.get_ydata().tolist() for line in fig.axes[0].lines] == [[4], [3]]  # of seed 1 alone
     with pytest.raises(SystemExit):
         list(bench.plot_compare(plt, [r for r in rows if r["index"]]))
     more = [rows[0] | dict(index=i, variant=str(i)) for i in range(9)]
@@ -5116,7 +5146,7 @@ def test_bench_plot_draws_what_the_records_say():
     shaq = [r | dict(model="shaq", dataset="x", preset="qrnn", bits_per_byte=r["val_loss"], paper=(1.126, None)[r["index"]]) for r in rows]
     _, (_, fig) = bench.plot_compare(plt, shaq)  # two models of one preset, of which the paper has one
     assert [(len(line.get_xdata()), line.get_label()) for line in fig.axes[0].lines] == [(3, "a"), (3, "b")]
-    assert fig.axes[0].lines[0].get_xydata().tolist() == [[1 / 60, 4], [1 / 60, 6], [1 / 60, 8]]  # minutes
+    assert fig.axes[0].lines[0].get_xydata().tolist() == [[4 / 60, 4], [4 / 60, 6], [4 / 60, 8]]  # minutes
     assert [line.get_xydata().tolist() for line in fig.axes[1].lines] == [[[0.92 * 32, 1.126]]]
     runs = [dict(variant="dense", size=str(c), lr=lr, compute=c, val_loss=v, dataset="x", bytes_per_token=1.0)
             for c, lr, v in ((1, 0.1, 4), (1, 0.1, 6), (1, 0.2, 3), (1, 0.2, 8), (9, 0.2, 2), (81, 0.1, 7))]
