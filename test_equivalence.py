@@ -3068,7 +3068,7 @@ def test_train_shaq_evaluation_by_hand():
 def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_shaq_here, tmp_path, monkeypatch):
     monkeypatch.setattr(train_shaq, "LAPTOP", train_shaq.PAPER)  # as on a GPU: 32 epochs
     monkeypatch.setattr(sys.modules[__name__], "TINY_SHAQ", [f for f in TINY_SHAQ if "eval_interval" not in f])
-    monkeypatch.setattr(train_shaq, "Log", lambda path, first, step: asked.append(first["settings"]) or sys.exit())
+    monkeypatch.setattr(train_shaq, "Log", lambda path, first, *rest: asked.append(first["settings"]) or sys.exit())
     epoch = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2 / train_shaq.average_length(3, 20)
     for flags, steps, interval in (((), math.ceil(32 * epoch), round(epoch)), (["--max_steps=100"], 100, 5), (["--max_steps=9"], 9, 1)):
         asked = []
