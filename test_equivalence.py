@@ -1894,8 +1894,9 @@ def test_train_stopped_just_before_an_evaluation_makes_it_on_resume(train, tmp_p
         patch.setattr(train_gpt, "StopSignal", Stops)
         assert train()[0] == 130 and list(whole[1]) == [0, 3, 6]
     with open(tmp_path / "out/log.jsonl", "a") as f:
-        f.write('{"step": 3, "lo')  # a crash cut a line short
-    assert losses(train("--resume")[3]) == whole
+        f.write('{"step": 3, "val_loss": 9}\n{"step": 3, "lo')  # of a run that was killed before it could save that; cut short by a crash
+    log = train("--resume")[3]
+    assert losses(log) == whole and [r["step"] for r in log if "val_loss" in r] == [0, 3, 6]
     monkeypatch.setattr(train_gpt, "StopSignal", Stops)
     monkeypatch.setattr(train_gpt, "write_or_warn", lambda path, f: False)  # a full disk: what is not saved is not said to be
     status, out, *_ = train(out="full")
@@ -2942,6 +2943,7 @@ def test_shaq_impossible_settings_and_states_are_one_line():
         refuses(lambda: model(idx[:, :0]), "at least 1")
         refuses(lambda: model(idx, idx.T), "targets have shape (4, 2)", "(2, 4)")  # as many numbers: it gave a loss
         refuses(lambda: model.generate(idx, 2, temperature=-1), "temperature=-1")
+        refuses(lambda: model.generate(idx, 2, temperature=math.nan), "temperature=nan")
     model.blocks[1].extra = torch.nn.Parameter(torch.randn(3))
     refuses(model.init_weights, "blocks.1.extra", kind=RuntimeError)
     gpt = make()
@@ -3086,8 +3088,10 @@ def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_s
         patch.setattr(train_shaq, "write_or_warn", lambda path, f: False)  # a full disk: what is not saved is not said to be
         status, out, *_ = train_shaq_here(*flags, out="full")
         assert status == 130 and "saved" not in out
+    with open(tmp_path / "cut/log.jsonl", "a") as f:
+        f.write('{"step": 3, "val_loss": 9}\n')  # of a resumed run that was killed before it could save that
     log = ended(train_shaq_here("--resume", out="cut"))[3]
-    assert losses(log) == whole and list(whole[1]) == [0, 3, 6]
+    assert losses(log) == whole and list(whole[1]) == [0, 3, 6] == [r["step"] for r in log if "val_loss" in r]
     minutes = [r["minutes"] for r in log if "minutes" in r]
     assert minutes == sorted(minutes) and len(minutes) == 9  # those of before the stop count
     os.renames(tmp_path / "cut", tmp_path / "out/shaq")  # moved to where it need not be named
@@ -3603,7 +3607,8 @@ def test_data_own_text_splits_and_drops_the_byte_order_mark(tmp_path, capsys):
     fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path / "d")), "does not describe")
     meta = json.loads((tmp_path / "d/mine/meta.json").read_text())
     no_text = json.dumps(meta | dict(tokens=dict(train=len(d.train), val=len(d.train)), bytes=dict(val=0)))  # as of separators alone
-    for damage in ("[1]", "[" * 10**5, no_text):
+    no_val = json.dumps(meta | dict(files=dict(train=["train.bin"], val=[]), tokens=dict(train=len(d.train), val=0)))
+    for damage in ("[1]", "[" * 10**5, no_text, no_val):
         (tmp_path / "d/mine/meta.json").write_text(damage)
         fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path / "d")), "does not describe")
     fails(capsys, lambda: pd.load_dataset("enwiki", str(tmp_path / "d")), "not prepared", "did you mean enwik8?", "--name enwiki")
@@ -3981,12 +3986,13 @@ def test_data_full_disk_is_named_also_where_pytorch_hides_it(capsys, monkeypatch
     fails(capsys, lambda: pd.run(lambda: bench.record(args)), "error: /dev/full: No space left on device; free some space")
 
 
-def test_data_full_disk_under_a_download_is_not_the_servers_fault(corpus, capsys, monkeypatch):
-    full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))] + [None] * 99
+@pytest.mark.parametrize("number, advice", [(errno.ENOSPC, "free some space"), (errno.EFBIG, "large")])
+def test_data_full_disk_under_a_download_is_not_the_servers_fault(corpus, capsys, monkeypatch, number, advice):
+    full = [OSError(number, os.strerror(number))] + [None] * 99
     monkeypatch.setattr(pd.os, "fsync", unittest.mock.Mock(side_effect=full))
     with server(corpus[1]) as (url, _):
         main = lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={corpus[2]}"])
-        fails(capsys, lambda: pd.run(main), "enwik8.zip.part", "free some space")
+        fails(capsys, lambda: pd.run(main), "enwik8.zip.part", advice)
 
 
 def test_data_flags_take_both_spellings_and_no_abbreviation(capsys):
