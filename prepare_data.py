@@ -91,7 +91,8 @@ def run(main, again=""):
                 die(advice)
         if re.search("gloo.*Connection (closed by peer|reset)", str(e)):
             die("another process ended, and all have to: what it said, if it could, stands above")
-        if not isinstance(e, MemoryError) and not re.search("out of memory|can't allocate memory|can't start new thread|calculation overflowed", str(e)):
+        too_much = "out of memory|can't allocate memory|can't start new thread|calculation overflowed"
+        if not isinstance(e, MemoryError) and not re.search(too_much, str(e)):
             raise
         die(f"out of memory: take a smaller model, batch, window or file ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
     except OSError as e:
@@ -605,7 +606,8 @@ def download(url, part, resume=True):
     """Fetch url into the file part, going on where an earlier attempt stopped if the server can, else afresh."""
     os.makedirs(os.path.dirname(part), exist_ok=True)
     furthest = os.path.getsize(part) if resume and os.path.exists(part) else 0
-    what, remedy = re.sub(r"(\.[0-9a-f]{8})?\.part$", "", os.path.basename(part)), "give a mirror with --url or a local copy with --from_file"
+    what = re.sub(r"(\.[0-9a-f]{8})?\.part$", "", os.path.basename(part))
+    remedy = "give a mirror with --url or a local copy with --from_file"
     with open(part, "ab" if resume else "wb") as f:
         while True:
             have = start = f.seek(0, os.SEEK_END)
