@@ -753,9 +753,9 @@ def prepare_fineweb(folder, name, url, shards):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(os.path.join(folder, "meta.json"))  # never beside .bin files that it does not describe
             os.replace(used, path)
-            for name in os.listdir(folder):
-                if name.startswith(shard) and name.endswith(".part"):  # of another mirror
-                    os.remove(os.path.join(folder, name))
+            for part in os.listdir(folder):
+                if part.startswith(shard) and part.endswith(".part"):  # of another mirror
+                    os.remove(os.path.join(folder, part))
     write_meta(folder, name=name, tokenizer="gpt2", vocab_size=vocab, files=files, tokens=tokens, bytes=size,
                source=url, sha256=sha256, split=f"{shards} + 1 shards, verified without a checksum (none is known)")
 

@@ -4194,7 +4194,7 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
     assert np.array_equal(d.train[:], np.concatenate([tokens["train_000001"], tokens["train_000002"]]))
     text = toy.decode_bytes(d.val[:].tolist()).replace(b"<|endoftext|>", b"")
     assert d.bytes_per_token == len(text) / 5000 and np.array_equal(d.val[:], tokens["val_000000"])
-    assert len(d.meta["sha256"]) == 3
+    assert len(d.meta["sha256"]) == 3 and d.meta["name"] == "fineweb10B"
     pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"])
     assert np.array_equal(pd.load_dataset("fineweb10B", f"{data}1").train[:], tokens["train_000001"])  # one, where nothing is typed
     os.makedirs(f"{data}2/fineweb10B")
