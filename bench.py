@@ -1123,13 +1123,11 @@ def bench_train(args):
         trainers, memory, rates = {}, {}, {}
         for name, v in variants.items():
             trainers[name] = t = Trainer(kind, v, data, m, 1, compiled=args.compile)
-            t.step(0)
+            for i in range(1 + (math.ceil(t.model.config.mem_len / t.T) if kind == "shaq" else 0)):  # a full memory: what a long run sees
+                t.step(i)
             t.peak.forget()
-            t.step(1)
+            t.step(i + 1)
             memory[name] = t.peak.mib()
-            if kind == "shaq":  # full memory from here on: what a long run sees
-                for i in range(math.ceil(t.model.config.mem_len / t.T)):
-                    t.step(2 + i)
         papers = {n: 90e6 / (ABLATIONS[n][0] * 3600) for n, t in trainers.items()  # tokens/s
                   if kind == "shaq" and ABLATIONS[n][0] and paper_quality("shaq", t)}  # of the paper's model, at any width
         for name, s in timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0).items():
