@@ -707,19 +707,22 @@ def affine_rows(args, m, d):
            dict(op="affine", d=d, rows=args.rows, n_head=h),
            {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()}, "dense", copy=(x, y))
     if hadamard_norm_is_fused(d, h, h > 1):
-        def two_steps(x, r):
-            r = r + hadamard_affine(x, alpha, beta, h, h > 1)
-            return r, F.layer_norm(r, (d,), *low)
+        def two_steps(f, w):
+            def call(x, r):
+                r = r + f(x)
+                return r, F.layer_norm(r, (d,), *low)
+            return call, (*w, *low)
 
-        def one_pass(x, r):
-            return hadamard_affine_norm(x, alpha, beta, r, weight, shift, n_head=h, heads_only=h > 1)
+        def one_pass(only):
+            return (lambda x, r: hadamard_affine_norm(x, alpha, beta, r, weight, shift, n_head=h, heads_only=only),
+                    (alpha, beta, weight, shift))
 
+        after = {k: two_steps(*f) for k, f in layers.items()}
+        after |= {f"{k}, by hadamard_affine_norm": one_pass(k == "head_hadamard") for k in layers if "hadamard" in k}
         # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
-        ends = [x, y], [dy, dy[::-1]], (4 * N, 10 * N)
         shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}",
                dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
-               {"one pass": (one_pass, (alpha, beta, weight, shift), *ends), "two steps": (two_steps, (alpha, beta, *low), *ends)},
-               "two steps", copy=(x, y))
+               {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=(x, y))
 
 
 def pool_loop(gates):

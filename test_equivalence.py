@@ -4471,7 +4471,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         return {k: (np.array([1, 1.5, 3.5]) + i) / (1000 if bytewise else 1) for i, k in enumerate(t)}
 
     def shares(args, m, title, fields, given, *rest, real=bench.shares, **kw):
-        layers[fields["op"], fields.get("d")] = {k: (f(*(ring[0] for ring in x)), [ring[0] for ring in x], w)
+        layers[fields["op"], fields.get("d")] = {k: (f(*(ring[0] for ring in x)), [ring[0] for ring in x], w, f)
                                                  for k, (f, w, x, *_) in given.items()}
         return real(args, m, title, fields, given, *rest, **kw)
 
@@ -4516,21 +4516,23 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         assert "| hadamard | 4,500 ± 625 | 0.33 | 0.56 | 3,500 ± 625 | 1.07 | – | 0.43 |" in tables[0] and "24 rows of 96" in tables[0]
         assert {r.get("share_of_copy_backward", "none") for r in rows if r["both"]} == {None}  # here both take less than forward alone
         found = share("affine_norm", 32)  # twice the bytes of a copy, five times backward; of fo-pooling twice and 5.5 times
-        assert found["one pass", False] == 2 * 1.5 / 2.5 and found["one pass", True] == 5 and "24 rows of 32" in tables[3]
+        assert found["dense", False] == 2 * 1.5 / 2.5 and found["dense", True] == 5 and "24 rows of 32" in tables[3]
         found = share("fo_pool", None)
         assert found["fo-pool", False] == 2 * 1.5 / 2.5 and found["fo-pool", True] == 5.5 and "fo-pool, B 1, T 128, H 4;" in tables[5]
         assert "24 rows of 36" in tables[4] and not share("affine_norm", 36)  # which is no one pass anywhere
         affine, norm, pool, ways = (layers[key] for key in (("affine", 32), ("affine_norm", 32), ("fo_pool", None), ("attention", 24)))
         for out, heads_only in (("hadamard", False), ("head_hadamard", True)):  # each is what its name says
-            y, (x,), (alpha, beta) = affine[out]
+            y, (x,), (alpha, beta), _ = affine[out]
             assert error(y, x.double() @ layer_matrix(32, 2, heads_only) * alpha + beta) < 1e-6
         for out, exact in (("identity", lambda x, alpha, beta: x * alpha + beta), ("dense", F.linear)):
-            y, (x,), w = affine[out]
+            y, (x,), w, _ = affine[out]
             assert torch.allclose(y, exact(x, *w), atol=1e-6)
-        (r, y), _, (*_, weight, shift) = norm["one pass"]
-        assert torch.allclose(r, norm["two steps"][0][0], atol=1e-6) and torch.allclose(y, F.layer_norm(r, (32,), weight, shift), atol=1e-5)
+        assert list(norm) == [*bench.OUTS[:1], "identity", *bench.OUTS[1:3], *(f"{o}, by hadamard_affine_norm" for o in bench.OUTS[1:3])]
+        for name, ((r, y), (x, before), (*_, weight, shift), _) in norm.items():  # each projection, in one pass or two steps
+            assert torch.allclose(r, before + affine[name.split(",")[0]][3](x), atol=1e-6)
+            assert torch.allclose(y, F.layer_norm(r, (32,), weight, shift), atol=1e-5)
         assert torch.allclose(pool["fo-pool"][0][:, :64], pool["loop, 2 times 64 steps"][0], atol=1e-6)
-        assert [sum(p.numel() for p in w) for _, _, w in pool.values()] == [0, 2 * 3 * 4 * 4 + 3 * 4, 8 * 4 * 4 + 8 * 4, 0]
+        assert [sum(p.numel() for p in w) for _, _, w, _ in pool.values()] == [0, 2 * 3 * 4 * 4 + 3 * 4, 8 * 4 * 4 + 8 * 4, 0]
         heads, blocked, theirs, plain, _ = (y for y, *_ in ways.values())
         assert torch.allclose(blocked, theirs, atol=1e-6) and torch.allclose(plain, theirs, atol=1e-6) and theirs.shape == (2, 8, 48)
         q, k, v = (t.unflatten(-1, (12, 2)).transpose(1, 2) for t in ways["12 heads, PyTorch's operator"][1][0].chunk(3, -1))
