@@ -763,25 +763,28 @@ def pool_rows(args, m, B, T, H):
 
 
 def attention_rows(args, m, B, T, d):
-    "dva's attention, one head of d with values of 2 d, the ways there are; beside it the outer form, and the 12 heads of an ordinary layer"
+    "The 12 heads of an ordinary layer; beside them dva, one head of d with values [V, K_R], the ways there are, and its outer form"
     past = torch.ones(T, T, dtype=torch.bool, device=m.device).tril()
 
     def split(f, h, *widths):
         return lambda x: f(*(t.unflatten(-1, (h, -1)).transpose(1, 2) for t in x.split(widths, -1))).transpose(1, 2).flatten(2)
 
+    def dva(f):  # S V + Q_R * (S K_R)
+        def call(q, k, v, q_r):
+            y, y_r = f(q, k, v).chunk(2, -1)
+            return torch.addcmul(y, q_r, y_r)
+        return split(call, 1, d, d, 2 * d, d)
+
     def plain(q, k, v):
         return (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~past, -math.inf).softmax(-1) @ v
 
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
-    dva, mha = (d, d, 2 * d), (d, d, d)
-    layers = {"12 heads, PyTorch's operator": (split(sdpa, 12, *mha), 3, 1),  # and how many d its input and its output are wide
-              "dva, as model.py does it": (split(attention, 1, *dva), 4, 2),
-              "dva, PyTorch's operator": (split(sdpa, 1, *dva), 4, 2),
-              "dva, all T x T in memory": (split(plain, 1, *dva), 4, 2),
-              "dva_outer": (split(attention, 1, d, d, d, d, d), 5, 1)}
-    x, dy = ({n: ring(lambda n=n: torch.randn(B, T, n * d, device=m.device).to(m.dtype)) for n in ns} for ns in ((3, 4, 5), (1, 2)))
-    shares(args, m, f"causal attention, B {B}, T {T}, d {d}", dict(op="attention", B=B, T=T, d=d),
-           {k: (f, (), [x[n]], [dy[w]], None) for k, (f, n, w) in layers.items()}, next(iter(layers)))
+    layers = {"12 heads": split(attention, 12, d, d, d), "12 heads, PyTorch's operator": split(sdpa, 12, d, d, d),
+              "dva": dva(attention), "dva, PyTorch's operator": dva(sdpa), "dva, all T x T in memory": dva(plain),
+              "dva_outer": split(attention, 1, d, d, d, d, d)}
+    three, five, dy = (ring(lambda n=n: torch.randn(B, T, n * d, device=m.device).to(m.dtype)) for n in (3, 5, 1))
+    shares(args, m, f"causal attention, B {B}, T {T}, d {d}, as model.py does it but where said", dict(op="attention", B=B, T=T, d=d),
+           {k: (f, (), [three if "12" in k else five], [dy], None) for k, f in layers.items()}, "12 heads")
 
 
 # -----------------------------------------------------------------------------

@@ -4533,10 +4533,16 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
             assert torch.allclose(y, F.layer_norm(r, (32,), weight, shift), atol=1e-5)
         assert torch.allclose(pool["fo-pool"][0][:, :64], pool["loop, 2 times 64 steps"][0], atol=1e-6)
         assert [sum(p.numel() for p in w) for _, _, w, _ in pool.values()] == [0, 2 * 3 * 4 * 4 + 3 * 4, 8 * 4 * 4 + 8 * 4, 0]
-        heads, blocked, theirs, plain, _ = (y for y, *_ in ways.values())
-        assert torch.allclose(blocked, theirs, atol=1e-6) and torch.allclose(plain, theirs, atol=1e-6) and theirs.shape == (2, 8, 48)
-        q, k, v = (t.unflatten(-1, (12, 2)).transpose(1, 2) for t in ways["12 heads, PyTorch's operator"][1][0].chunk(3, -1))
+        heads, theirs, *dva = (y for y, *_ in ways.values())
+        assert torch.allclose(heads, theirs, atol=1e-6) and all(torch.allclose(dva[0], y, atol=1e-6) for y in dva[1:3])
+        q, k, v = (t.unflatten(-1, (12, 2)).transpose(1, 2) for t in ways["12 heads"][1][0].chunk(3, -1))
         assert torch.allclose(heads, F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2), atol=1e-6)
+        for name, outer in (("dva", False), ("dva_outer", True)):
+            q, k, v, *r = ways[name][1][0].split(24, -1)
+            k_r, q_r = r if name == "dva" else r[::-1]
+            S = (q @ k.mT * 24 ** -0.5).masked_fill(torch.ones(8, 8).triu(1).bool(), -math.inf).softmax(-1)
+            exact = (S * (q_r @ v.mT)) @ k_r if outer else S @ v + q_r * (S @ k_r)
+            assert torch.allclose(ways[name][0], exact, atol=1e-5)
     if argv[0] == "code":
         loops = [r for r in rows if re.search("pool|grads|backward", r["kernel"])]
         assert all(0 < r["loop"] <= r["each"] for r in loops) and len(loops) == 5 and len(rows) == 9
