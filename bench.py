@@ -176,7 +176,8 @@ def known(what, given, choices):
 
 
 def table(args, title, head, rows):
-    "Print a Markdown table: hardware and date are part of its caption; None is printed as a dash"
+    "Print a Markdown table: hardware and date are part of its caption; None is printed as a dash, a column of nothing else not at all"
+    head, *rows = zip(*(column for column in zip(head, *rows) if set(column[1:]) != {None}))
     print(f"\n**{title}** ({args.hardware}, {args.run[:10]})\n")
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for row in rows:
@@ -680,11 +681,13 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
             if i:
                 found["share_of_copy_backward"] = share(floor[1] - floor[0], took - median[0][name])
             row += [spread(t[i][name]), *(s and f"{s:.2f}" for s in found.values()), f"{median[i][compare_with] / took:.2f}"]
+            if name == "copy":
+                row[0] = f"copy, {2 * copy[0][0].nbytes / took / 1e9:,.0f} GB/s"
             record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), **found, **fields)
         rows.append(row)
-    speedup = f"times {compare_with}"
-    table(args, title, ["", "forward, ms", "share of copy", speedup, "forward + backward, ms", "share of copy",
-                        "backward alone, share of copy", speedup], rows)
+    rate, speedup = "share of a copy's rate", f"times as fast as {compare_with}"
+    table(args, title + ", by CUDA graphs but for LSTM and loop" * args.gpu,
+          ["", "forward, ms", rate, speedup, "forward + backward, ms", rate, f"backward alone, {rate}", speedup], rows)
 
 
 def affine_rows(args, m, d):
