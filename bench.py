@@ -958,9 +958,16 @@ def speed_flags(gpu, batch, T):
             ("runs", dict(type=number(int, 1), default=3, help="latency is their mean and standard deviation")))
 
 
-def cases(args):
-    known("--sizes", args.sizes, GPTS)
-    return [(size, B, T, compiled) for size in args.sizes for compiled in args.compile for B in args.batch for T in args.T]
+def cases(args, measure):
+    "Rows of a table: those of measure(size, compiled, B, T) for all that the flags name; what does not fit in a GPU's memory has none"
+    rows, todo, start = [], list(itertools.product(args.sizes, args.compile, args.batch, args.T)), time.perf_counter()
+    for n, (size, compiled, B, T) in enumerate(todo, 1):
+        try:
+            rows += measure(size, compiled, B, T)
+        except torch.OutOfMemoryError as e:
+            warn(f"note: no rows for {size}, {B} x {T}{', compiled' * compiled}: {str(e).splitlines()[0]}")
+        progress(n, len(todo), start, args.what, unit="cases", scale=1)
+    return rows
 
 
 @command(lambda gpu: speed_flags(gpu, "1024" if gpu else "8", "64" if gpu else "128"))
@@ -968,14 +975,16 @@ def cases(args):
 def bench_prefill(args):
     """A prompt through the model, logits of every position out, as the memory of the paper's table 3 says that it did. Share of the gain:
     of what identity, no mix at all, gains over dense, how much the variant does."""
-    m, rows = start(args), []
-    for size, B, T, compiled in cases(args):
+    m = start(args)
+    known("--sizes", args.sizes, GPTS)
+
+    def measure(size, compiled, B, T):
         if compiled:
             fresh_compiler()
-        work, peak, models, idx = {}, {}, {}, torch.randint(GPTConfig.vocab_size, (B, T), device=m.device)
+        rows, work, peak, idx = [], {}, {}, torch.randint(GPTConfig.vocab_size, (B, T), device=m.device)
         for out in OUTS:
             p = Peak(m)
-            models[out] = model = inference_model(size, out, m, T, compiled)
+            model = inference_model(size, out, m, T, compiled)
             work[out] = lambda i, model=model: model(idx)
             work[out](0)
             p.forget()  # making the model and compiling it took more than running it does
@@ -992,7 +1001,9 @@ def bench_prefill(args):
                          *gain_cells(out, **gain[out]), mb and f"{mb:,}", peak[out] and f"{peak[out]:,.0f}"))
             record(args, size=size, batch=B, T=T, compiled=compiled, variant=out, seconds=v.tolist(), tokens_per_s=B * T / v.mean(),
                    peak_mib=peak[out], **gain[out])
-        del work, models, model
+        return rows
+
+    rows = cases(args, measure)
     table(args, "Prefill", ["size", "batch x T", "", "variant", "paper, ms", "measured, ms", "difference", "tokens/s", "paper, tokens/s",
                             "paper's gain", "gain ± standard error", "share of identity's gain", "paper, MB", "peak MiB"], rows)
 
@@ -1006,13 +1017,15 @@ def bench_decode(args):
     """Greedy decoding with a static KV cache. First token: the prompt through the model. Then --new_tokens steps, on a GPU launched one
     kernel after another (eager) and captured whole in a CUDA graph. Floor: every weight and the cached keys and values read once a step,
     at the bandwidth of a copy in this run. After that SHAQ, byte by byte."""
-    m, n, rows, todo = start(args), args.new_tokens, [], cases(args)
+    m, n = start(args), args.new_tokens
+    known("--sizes", args.sizes, GPTS)
     known("--presets", args.presets, SHAQ_PRESETS)
     copy = bandwidth(m)
-    for size, B, T, compiled in todo:
+
+    def measure(size, compiled, B, T):
         if compiled:
             fresh_compiler()
-        first, eager, graph, peak, models, cache = {}, {}, {}, {}, {}, None
+        rows, first, eager, graph, peak, models, cache = [], {}, {}, {}, {}, {}, None
         idx = torch.randint(GPTConfig.vocab_size, (B, T), device=m.device)
         for out in OUTS:
             p = Peak(m)
@@ -1054,7 +1067,9 @@ def bench_decode(args):
                              *gain_cells(out, **gain[out]), peak[out] and f"{peak[out]:,.0f}"))
                 record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(),
                        tokens_per_s=ours, seconds_first=t_first[out].tolist(), floor=floor, peak_mib=peak[out], **gain[out])
-        del first, eager, graph, models, model, cache, prompt, steps, work
+        return rows
+
+    rows = cases(args, measure)
     table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
         "size", "batch x prompt + new", "", "variant", "paper, tokens/s", "tokens/s", "difference", "first token, ms", "then ms a token",
         "floor, ms", "share of floor", "paper's gain", "gain ± standard error", "share of identity's gain", "peak MiB"], rows)

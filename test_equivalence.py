@@ -4562,6 +4562,8 @@ def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
 
     class Model:
         def __init__(self, size, out, *a):
+            if size == "large" and out == "hadamard":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried\nto")
             made.append((size, out, *a))
             self.out = out
 
@@ -4592,12 +4594,17 @@ def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
             "eager | identity | – | 2.000 ± 0.132 | – | 32,768,000 | – | – | +150.0% ± 5.6% | – | –"):
         assert f"| tiny | 1024 x 64 | {line} |\n" in printed, line
     assert "| tiny | 1024 x 8 | eager | dense | – | 5.000 ± 0.132 | – | 1,638,400 | – |" in printed
-    made.clear(), asked.clear(), seen.clear()
+    for what in ("prefill", "decode"):  # what does not fit costs its own rows
+        assert {r["size"] for r in bench_run(tmp_path, what, "--sizes=large,tiny", "--batch=2", "--T=8")} == {"tiny"}
+        printed, said = capsys.readouterr()
+        assert "note: no rows for large, 2 x 8: CUDA out of memory. Tried\n" in said and f"{what}: 2 of 2 cases" in said
+        assert "| tiny | 2 x 8" in printed and "| large |" not in printed
+    made.clear(), asked.clear(), seen.clear(), fresh.clear()
     monkeypatch.setattr(bench, "Peak", lambda m: SimpleNamespace(forget=lambda: None, mib=lambda: 100.0))
     rows = bench_run(tmp_path, "decode", "--sizes=tiny", "--batch=2048,1024", "--T=3", "--new_tokens=64", "--compile=1", "--runs=4")
     steps = [(3, 0), *((1, pos) for pos in range(3, 67))]
     assert sorted(seen) == sorted((out, B, *step) for B in (1024, 2048) for step in steps for out in 3 * bench.OUTS)
-    assert set(asked) == {(4, 0.0)} and [a[3] for a in made] == [67] * 8 and fresh[-2:] == [0, 4]
+    assert set(asked) == {(4, 0.0)} and [a[3] for a in made] == [67] * 8 and fresh == [0, 4]
     assert [r["peak_mib"] for r in rows if r["batch"] == 2048] == [100] + [100 + 2 * 4 * 2048 * 67 / 2**20] * 3
     assert rows[0]["seconds_first"] == pytest.approx([9.8e-3, 9.9e-3, 10.3e-3])
     printed = capsys.readouterr().out
