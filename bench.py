@@ -757,6 +757,7 @@ def pool_rows(args, m, B, T, H):
         try:
             from fla.ops.hgrn import fused_recurrent_hgrn
             inputs = [((-f).sigmoid() * z.tanh(), F.logsigmoid(f)) for z, f, _ in (g.chunk(3, -1) for g in gates)]  # (1 - f) z and log f
+            fused_recurrent_hgrn(*inputs[0])
             layers["fla's fused_recurrent_hgrn (recurrence alone, on (1 - f) z and log f)"] = (
                 lambda x, g: fused_recurrent_hgrn(x, g)[0], (), list(zip(*inputs)), [dh], (3 * B * T * H, 8 * B * T * H))
         except Exception as e:  # not there, or not for this Triton, which shows in many ways

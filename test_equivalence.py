@@ -5007,6 +5007,10 @@ def test_bench_kernels_time_the_linear_attention_librarys_recurrence_on_a_gpu(mo
     for name in ("fla", "fla.ops", "fla.ops.hgrn"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(fused_recurrent_hgrn=recurrence))
     assert list(rows(False)[0]) == ["fo-pool"]
+    with monkeypatch.context() as patch:  # there, but no good with this Triton
+        patch.setattr(sys.modules["fla.ops.hgrn"], "fused_recurrent_hgrn", unittest.mock.Mock(side_effect=ZeroDivisionError("no such op")))
+        found, said = rows(True)
+        assert list(found) == ["fo-pool"] and "fused_recurrent_hgrn (no such op)" in said.err
     found, said = rows(True)
     pool, (f, weights, (xs, gs), (dh,), floor) = found.values()
     (gates,) = pool[2]
