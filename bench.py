@@ -956,7 +956,7 @@ def speed_flags(gpu, batch, T):
             ("T", dict(type=numbers, default=T, help="tokens of the prompt, one or a list")),
             ("compile", dict(type=listed(flag01), default="0,1" if gpu and kernels.triton else "0",
                              help="torch.compile of the blocks: 0, 1 or 0,1")),
-            ("runs", dict(type=number(int, 1), default=3, help="latency is their mean and standard deviation")))
+            ("runs", dict(type=number(int, 1), default=10 if gpu else 3, help="latency is their mean and standard deviation")))
 
 
 def cases(args, measure):
