@@ -910,7 +910,7 @@ def bench_code(args):
                        loop=c.loop, registers=c.registers, stack=c.stack, shared=c.shared)
             moved *= 4 if dtype == "fp32" else 2
             rows.append([name, moved, round(moved * ISSUE)] + cells + [""] * (len(args.widths) - len(cells)))
-    table(args, "Instructions an element", ["kernel", "bytes an element", "instructions allowed", *map(str, args.widths)], rows)
+    table(args, "Instructions an element", ["kernel", "bytes an element", "an H200's budget", *map(str, args.widths)], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -1005,8 +1005,9 @@ def bench_prefill(args):
         return rows
 
     rows = cases(args, measure)
-    table(args, "Prefill", ["size", "batch x T", "", "variant", "paper, ms", "measured, ms", "difference", "tokens/s", "paper, tokens/s",
-                            "paper's gain", "gain ± standard error", "share of identity's gain", "paper, MB", "peak MiB"], rows)
+    table(args, "Prefill", ["size", "batch x T", "mode", "variant", "paper (H100), ms", "measured, ms", "difference", "tokens/s",
+                            "paper, tokens/s", "paper's gain", "gain ± standard error", "share of identity's gain", "paper, MB",
+                            "peak MiB"], rows)
 
 
 @command(lambda gpu: (
@@ -1072,8 +1073,9 @@ def bench_decode(args):
 
     rows = cases(args, measure)
     table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
-        "size", "batch x prompt + new", "", "variant", "paper, tokens/s", "tokens/s", "difference", "first token, ms", "then ms a token",
-        "floor, ms", "share of floor", "paper's gain", "gain ± standard error", "share of identity's gain", "peak MiB"], rows)
+        "size", "batch x prompt + new", "mode", "variant", "paper (H100), tokens/s", "tokens/s", "difference", "first token, ms",
+        "then ms a token", "floor of bytes, ms", "floor / measured", "paper's gain", "gain ± standard error", "share of identity's gain",
+        "peak MiB"], rows)
     generate_rows(args, m, copy)
 
 
@@ -1101,7 +1103,7 @@ def generate_rows(args, m, copy):
         record(args, preset=preset, seconds_a_byte=t[preset].tolist(), floor=floor)
     table(args, f"SHAQ, one byte at a time, {model.config.n_embd} wide behind {n} bytes, "
           f"{'each a CUDA graph' if args.gpu else 'not compiled'}",
-          ["preset", "ms a byte", "bytes/s", "floor, ms", "share of floor"], rows)
+          ["preset", "ms a byte", "bytes/s", "floor of bytes, ms", "floor / measured"], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -1176,7 +1178,7 @@ def bench_train(args):
         del trainers, t
     table(args, f"Training steps, {'compiled' if args.compile else 'eager'}; MFU against {peak / 1e12:.3g} TFLOP/s, {source}", [
         "model", "parameters", "tokens a step", "ms", "paper (V100), tokens/s", "tokens/s", "difference", "MFU", "peak MiB"], rows)
-    table(args, "Speed ratios of the same run", ["", "paper", "measured", "difference", "time"], ratios)
+    table(args, "Speed ratios of the same run", ["", "paper, times as fast", "measured", "difference", "time a token"], ratios)
 
 
 # -----------------------------------------------------------------------------

@@ -4711,7 +4711,7 @@ def test_bench_code_compiles_what_its_flags_name(tmp_path, capsys, monkeypatch):
         *((d, n, only) for only in (False,) * 4 + (True, False, True) for d, n in ((2560, 20), (768, 12))), (), ()]
     assert {(r["sm"], r["dtype"]) for r in rows} == {(100, "fp32")} and [r["d"] for r in rows] == [2560, 768] * 7 + [None] * 2
     printed = capsys.readouterr().out
-    for line in ("kernel | bytes an element | instructions allowed | 2560 | 768", "hadamard_affine | 8 | 55 | 10.0 | 20.0, 8 bytes spilled",
+    for line in ("kernel | bytes an element | an H200's budget | 2560 | 768", "hadamard_affine | 8 | 55 | 10.0 | 20.0, 8 bytes spilled",
                  "its gradients of alpha and beta, the loop | 8 | 55 | 5.0 | 6.0", "its gradients, the loop | 28 | 192 | 16.0 | "):
         assert f"| {line} |\n" in printed, line  # 132 x 128 lanes at 1.755 GHz over 4.32 TB/s: 6.86 a byte
     assert "(sm_100, fp32, Triton " in printed
