@@ -710,11 +710,15 @@ def affine_rows(args, m, d):
            dict(op="affine", d=d, rows=args.rows, n_head=h),
            {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()}, "dense", copy=(x, y))
     if hadamard_norm_is_fused(d, h, h > 1):
+        compiled = args.gpu and kernels.triton is not None  # as train's steps are: sum and norm are one kernel then
+        if compiled:
+            fresh_compiler()
+
         def two_steps(f, w):
             def call(x, r):
                 r = r + f(x)
                 return r, F.layer_norm(r, (d,), *low)
-            return call, (*w, *low)
+            return torch.compile(call, dynamic=False) if compiled else call, (*w, *low)
 
         def one_pass(only):
             return (lambda x, r: hadamard_affine_norm(x, alpha, beta, r, weight, shift, n_head=h, heads_only=only),
@@ -723,7 +727,8 @@ def affine_rows(args, m, d):
         after = {k: two_steps(*f) for k, f in layers.items()}
         after |= {f"{k}, by hadamard_affine_norm": one_pass(k == "head_hadamard") for k in layers if "hadamard" in k}
         # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
-        shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}",
+        title = f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}"
+        shares(args, m, title + ", compiled but for hadamard_affine_norm" * compiled,
                dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
                {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=(x, y))
 

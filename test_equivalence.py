@@ -5022,6 +5022,20 @@ def test_bench_kernels_time_the_linear_attention_librarys_recurrence_on_a_gpu(mo
         assert torch.allclose(o.sigmoid() * f(x, g), h, atol=1e-6) and torch.allclose(pool[0](logits), h, atol=1e-6)
 
 
+def test_bench_kernels_compile_on_a_gpu_what_training_compiles_there(monkeypatch):
+    "Else the one pass would stand beside a sum and a norm apart, which torch.compile makes one kernel"
+    made, titles = [], []
+    monkeypatch.setattr(bench, "CACHE", 2**12)
+    monkeypatch.setattr(bench, "fresh_compiler", lambda: made.append("fresh"))
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: made.append(dynamic) or f)
+    monkeypatch.setattr(bench, "shares", lambda args, m, title, *rest, **kw: titles.append(title))
+    for gpu, triton, expected in ((True, True, ["fresh"] + [False] * 4), (True, None, []), (False, True, [])):
+        monkeypatch.setattr(kernels, "triton", triton)
+        made.clear()
+        bench.affine_rows(SimpleNamespace(gpu=gpu, rows=4), machine("cpu", "float32"), 768)
+        assert made == expected and titles[-1].endswith(", compiled but for hadamard_affine_norm") == bool(expected)
+
+
 def test_bench_kernels_take_the_gradients_of_all_inputs_and_weights():
     w, x = torch.tensor(3.0, requires_grad=True), [torch.tensor(v) for v in (5.0, 7.0, 0.5, 2.0)]
     assert bench.both(lambda a, b: (a * w, a * b), (w,), 2)(*x) == (0.5 * 3 + 2 * 7, 2 * 5, 0.5 * 5)
