@@ -231,10 +231,11 @@ def timed(work, m, rounds=7, least=0.02):
 
 
 def spread(t):
-    "median ± half the distance between the quartiles, in ms"
+    "median ± half the distance between the quartiles, in ms, to the first digit of that"
     low, mid, high = np.percentile(t, [25, 50, 75]) * 1e3
     half = (high - low) / 2
-    return f"{mid:,.0f} ± {half:,.0f}" if max(mid / 100, half) >= 9.5 else f"{mid:.3g} ± {half:.1g}"
+    digits = max(0, -math.floor(math.log10(half or mid / 100)))
+    return f"{mid:,.{digits}f} ± {half:,.{digits}f}"
 
 
 def signed(value, form="{:+.2f}"):

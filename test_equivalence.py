@@ -4929,7 +4929,8 @@ def test_bench_timing_interleaves_and_warms_up(monkeypatch):
         patch.setattr(bench, "CACHE", 100)
         assert len({x.data_ptr() for x in bench.ring(lambda: torch.randn(10))}) == 4  # of 40 bytes: without the one at hand, more than 100
     assert bench.spread(np.array([1e-3, 2e-3, 3e-3, 10e-3, 11e-3])) == "3 ± 4" and bench.deviation([1, 2, 6]) == 7 ** 0.5
-    assert [bench.spread(np.array([150 - 2 * q, 150, 150 + 2 * q]) / 1e3) for q in (0.4, 6, 12)] == ["150 ± 0.4", "150 ± 6", "150 ± 12"]
+    assert [bench.spread(np.array([m - 2 * q, m, m + 2 * q]) / 1e3) for m, q in ((0.0801, 6e-5), (977.3, 0.04), (150, 6), (1234, 0))] == [
+        "0.08010 ± 0.00006", "977.30 ± 0.04", "150 ± 6", "1,234 ± 0"]
     seconds = dict(dense=[1.9, 2.1], hadamard=[1.6, 1.8], head_hadamard=[2.0, 2.2], identity=[1.4, 1.6])
     gain = bench.gains({k: np.array(v) for k, v in seconds.items()})
     assert list(gain["hadamard"].values()) == pytest.approx([2 / 1.7 - 1, (1.9 / 1.6 - 2.1 / 1.8) / 2, 0.6])  # paired, round by round
