@@ -190,7 +190,6 @@ def record(args, **fields):
     of a run that diverged, becomes null: JSON has neither nan nor inf"""
     row = dict(what=args.what, run=args.run, hardware=args.hardware, git=args.git, **fields)
     row = json.loads(json.dumps(row), parse_constant=lambda text: None)
-    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     try:
         with open(args.out, "ab+") as f:
             if f.tell():
