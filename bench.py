@@ -930,8 +930,7 @@ def inference_model(size, out, m, length, compiled):
     model.to(m.dtype).requires_grad_(False)
     for block in model.h if compiled else ():  # all by the same code; of the whole, the unrolled layers take many minutes
         block.compile()
-    if m.device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return model.eval()
 
 
