@@ -453,7 +453,6 @@ class Trainer:
         """All steps -> (curve, tokens/s). The curve: [step, training loss since the last point, validation loss, FLOPs, seconds in steps];
         a run that diverges ends, with a validation loss of inf. what names the run in its line of progress."""
         curve, losses, times, rates, start = [[0, None, self.validate(), 0.0, 0.0]], [], [], [], time.perf_counter()
-        points = min(points, self.steps)
         marks = {round(self.steps * (k + 1) / points) for k in range(points)}
         for i in range(self.steps):
             t0 = time.perf_counter()
