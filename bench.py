@@ -24,7 +24,6 @@ import itertools
 import json
 import math
 import multiprocessing
-import operator
 import os
 import platform
 import re
@@ -1162,7 +1161,7 @@ def bench_train(args):
                   if kind == "shaq" and ABLATIONS[n][0] and paper_quality("shaq", t)}  # of the paper's model, at any width
         for name, s in timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0).items():
             t, tokens = trainers[name], np.mean(trainers[name].tokens[-args.rounds:])
-            paper = papers.get(name) if kind == "gpt" or t.model.config.n_embd == SHAQConfig.n_embd else None
+            paper = papers.get(name) if t.model.config.n_embd == SHAQConfig.n_embd else None
             # SHAQ's windows differ in length, but step i of all variants is the same one
             rates[name] = rate = tokens / (np.median(s) if kind == "gpt" else s.mean())
             rows.append((name, f"{t.params:,}", f"{tokens:,.0f}", spread(s), paper and f"{paper:,.0f}", f"{rate:,.0f}",
@@ -1172,8 +1171,8 @@ def bench_train(args):
         base, *others = rates
         for name in others:
             paper = papers[name] / papers[base] if name in papers and base in papers else None
-            shape = operator.attrgetter("n_layer", "n_embd")
-            if name == "dva_book" and {shape(trainers[n].model.config) for n in (base, name)} == {(12, 768)}:
+            shapes = {(c.n_layer, c.n_embd) for c in (trainers[n].model.config for n in (base, name))} if name == "dva_book" else ()
+            if shapes == {(12, 768)}:
                 paper = 1 / (1 - 0.376)  # 15 min 47 s -> 9 min 51 s
             x = rates[name] / rates[base]
             difference = signed(paper and x - paper)
