@@ -1144,7 +1144,7 @@ def bench_train(args):
                                       "dva_book": one_head, "dva_book, outer form": one_head | dict(attn="dva_outer")}))
     if "shaq" in args.models:
         groups.append(("shaq", 205, {p: dict(preset=p) | shaq for p in args.presets}))
-    rows, ratios = [], []
+    rows, ratios, began = [], [], time.perf_counter()
     for kind, vocabulary, variants in groups:
         if args.compile:
             fresh_compiler()
@@ -1157,6 +1157,7 @@ def bench_train(args):
             t.peak.forget()
             t.step(i + 1)
             memory[name] = t.peak.mib()
+            progress(len(rows) + len(trainers), sum(len(v) for *_, v in groups), began, "train", unit="models", scale=1)
         papers = {n: 90e6 / (ABLATIONS[n][0] * 3600) for n, t in trainers.items()  # tokens/s
                   if kind == "shaq" and ABLATIONS[n][0] and paper_quality("shaq", t)}  # of the paper's model, at any width
         for name, s in timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0).items():

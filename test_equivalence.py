@@ -4672,7 +4672,8 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
     assert made == ([("gpt", dict(size=size, attn_out=out, lr=1, n_layer=3), vocabulary, True)
                      for size, vocabulary in (("nano", 256), ("tiny", 50257)) for out in bench.OUTS]
                     + [("shaq", dict(preset=p, bptt=64), 205, True) for p in ("ffn", "mean_mem")])
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert "train: 10 of 10 models" in said
     assert "**Training steps, compiled; MFU against 1e-05 TFLOP/s, as given** (" in printed
     for line in ("tiny, dense | 1,000 | 450 | 1,500 ± 625 | – | 300 | – | 21.0% | 3,003",
                  "tiny, hadamard | 1,000 | 450 | 2,500 ± 625 | – | 180 | – | 12.6% | 3,003",
