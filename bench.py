@@ -1075,7 +1075,7 @@ def bench_decode(args):
 
     rows = cases(args, measure)
     table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
-        "size", "batch x prompt + new", "mode", "variant", "paper (H100), tokens/s", "tokens/s", "difference", "first token, ms",
+        "size", "batch x prompt + new", "mode", "variant", "paper, tokens/s", "tokens/s", "difference", "first token, ms",
         "then ms a token", "floor of bytes, ms", "floor / measured", "paper's gain", "gain ± standard error", "share of identity's gain",
         "peak MiB"], rows)
     generate_rows(args, m, copy)
