@@ -617,10 +617,10 @@ def bench_compare(args):
     ("heads", dict(type=names, default="2x256x768,16x1024x768" if gpu else "2x256x192", help="one wide head's shapes, BxTxd")),
     ("rounds", dict(type=number(int, 1), default=7, help="interleaved measurements of each"))))
 def bench_kernels(args):
-    """hadamard_affine against a dense product, alpha * x + beta and a copy; fo-pool against an LSTM, a loop, a copy and, on a GPU,
-    fla-core's kernel; attention with one wide head against 12. Share of copy: the bytes that must move, over the time taken, over the same
-    of a copy in the same run. One read and one write would be 1. Of the backward pass alone: bytes and median time of both passes less
-    those of forward."""
+    """hadamard_affine against a dense product, alpha * x + beta and a copy, alone and with the residual and LayerNorm that follow it;
+    fo-pool against an LSTM, a loop, a copy and, on a GPU, fla-core's kernel; attention with one wide head against 12. Share of a copy's
+    rate: the bytes that must move, over the time taken, over the same of a copy in the same run. One read and one write would be 1. Of the
+    backward pass alone: bytes and median time of both passes less those of forward."""
     m = start(args)
     for d in args.widths:
         with one_line():

@@ -4026,7 +4026,7 @@ def test_gpt_help_does_not_pass_the_usual_defaults_off_as_the_books(capsys):
 def test_bench_help_has_its_docstrings_without_the_sources_indentation(capsys):
     with pytest.raises(SystemExit):
         bench.parse("kernels", ["--help"], False)
-    assert "\nfla-core's kernel;" in capsys.readouterr().out
+    assert "\nfo-pool against an LSTM," in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script, without", [(train_gpt, ["resume"]), (train_shaq, [
