@@ -174,6 +174,15 @@ def known(what, given, choices):
             die(f"{what}: {name!r} is none of {', '.join(choices)}{nearest(name, choices)}")
 
 
+@contextlib.contextmanager
+def fits(what):
+    "What does not fit in a GPU's memory costs its own rows, not the table, the rest and the commands after it"
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        warn(f"note: no rows for {what}: {str(e).splitlines()[0]}")
+
+
 def table(args, title, head, rows):
     "Print a Markdown table: hardware and date are part of its caption; None is printed as a dash, a column of nothing else not at all"
     head, *rows = zip(*(column for column in zip(head, *rows) if set(column[1:]) != {None}))
@@ -628,12 +637,10 @@ def bench_kernels(args):
     for flag, shape in [("pool", s) for s in args.pool] + [("heads", s) for s in args.heads]:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape) or flag == "heads" and int(shape.split("x")[2]) % 12:
             die(f"--{flag}: {shape!r}: expected {'BxTxH, such as 16x1024x1024' if flag == 'pool' else 'BxTxd, d a multiple of 12'}")
-    for d in args.widths:
-        affine_rows(args, m, d)
-    for shape in args.pool:
-        pool_rows(args, m, *map(int, shape.split("x")))
-    for shape in args.heads:
-        attention_rows(args, m, *map(int, shape.split("x")))
+    for rows_of, sizes in ((affine_rows, args.widths), (pool_rows, args.pool), (attention_rows, args.heads)):
+        for size in sizes:
+            with fits(size):
+                rows_of(args, m, *map(int, str(size).split("x")))
 
 
 def both(f, weights, n):
@@ -965,10 +972,8 @@ def cases(args, measure):
     "Rows of a table: those of measure(size, compiled, B, T) for all that the flags name; what does not fit in a GPU's memory has none"
     rows, todo, start = [], list(itertools.product(args.sizes, args.compile, args.batch, args.T)), time.perf_counter()
     for n, (size, compiled, B, T) in enumerate(todo, 1):
-        try:
+        with fits(f"{size}, {B} x {T}{', compiled' * compiled}"):
             rows += measure(size, compiled, B, T)
-        except torch.OutOfMemoryError as e:
-            warn(f"note: no rows for {size}, {B} x {T}{', compiled' * compiled}: {str(e).splitlines()[0]}")
         progress(n, len(todo), start, args.what, unit="cases", scale=1)
     return rows
 
@@ -1145,7 +1150,8 @@ def bench_train(args):
     if "shaq" in args.models:
         groups.append(("shaq", 205, {p: dict(preset=p) | shaq for p in args.presets}))
     rows, ratios, began = [], [], time.perf_counter()
-    for kind, vocabulary, variants in groups:
+
+    def measure(kind, vocabulary, variants):
         if args.compile:
             fresh_compiler()
         data = SimpleNamespace(train=np.random.default_rng(0).integers(0, vocabulary, 2**22), vocab_size=vocabulary)
@@ -1178,7 +1184,10 @@ def bench_train(args):
             x = rates[name] / rates[base]
             difference = signed(paper and x - paper)
             ratios.append((f"{name} against {base}", paper and f"{paper:.2f}", f"{x:.2f}", difference, f"{1 / x - 1:+.1%}"))
-        del trainers, t
+
+    for kind, vocabulary, variants in groups:
+        with fits(", ".join(variants)):
+            measure(kind, vocabulary, variants)
     table(args, f"Training steps, {'compiled' if args.compile else 'eager'}; MFU against {peak / 1e12:.3g} TFLOP/s, {source}", [
         "model", "parameters", "tokens a step", "ms", "paper (V100), tokens/s", "tokens/s", "difference", "MFU", "peak MiB"], rows)
     table(args, "Speed ratios of the same run", ["", "paper, times as fast", "measured", "difference", "time a token"], ratios)

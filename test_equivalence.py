@@ -4695,6 +4695,32 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
     bench_run(tmp_path, "train", "--models=shaq", "--presets=qrnn", "--rounds=2", "--set=batch=8,bptt=64,lr=2", "--shaq_set=lr=1")
     assert [a[:2] for a in made] == [("shaq", dict(preset="qrnn", batch=8, bptt=64, lr=1))]  # of SHAQ alone both are SHAQ's
 
+    def step(self, i, real=Run.step):
+        if self.s["size"] == "small":  # does not fit: costs its own rows
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried\nto")
+        real(self, i)
+
+    monkeypatch.setattr(Run, "step", step)
+    rows = bench_run(tmp_path, "train", "--models=gpt", "--sizes=small,tiny", "--rounds=2")
+    printed, said = capsys.readouterr()
+    assert [r["variant"] for r in rows] == [f"tiny, {out}" for out in bench.OUTS] and "| tiny, identity against tiny, dense |" in printed
+    assert "note: no rows for small, dense, small, hadamard, small, head_hadamard, small, identity: CUDA out of memory. Tried\n" in said
+
+
+def test_bench_kernels_goes_on_past_what_does_not_fit(tmp_path, capsys, monkeypatch):
+    done = []
+
+    def rows_of(args, m, *size):
+        if size[0] == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        done.append(size)
+
+    for name in ("affine_rows", "pool_rows", "attention_rows"):
+        monkeypatch.setattr(bench, name, rows_of)
+    bench.main(["kernels", "--device=cpu", "--widths=32,64,128", "--pool=64x8x4,2x8x4", "--heads=2x8x24", f"--out={tmp_path}/k.jsonl"])
+    assert done == [(32,), (128,), (2, 8, 4), (2, 8, 24)]
+    assert re.findall("no rows for (.*): CUDA", capsys.readouterr().err) == ["64", "64x8x4"]
+
 
 @needs_triton
 def test_bench_code_compiles_what_its_flags_name(tmp_path, capsys, monkeypatch):
