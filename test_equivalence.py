@@ -1890,21 +1890,6 @@ class Stops:
         return 15 * (self.reads == 3)
 
 
-def test_train_stopped_just_before_an_evaluation_makes_it_on_resume(train, tmp_path, monkeypatch):
-    whole = losses(train(out="whole")[3])
-    with monkeypatch.context() as patch:
-        patch.setattr(train_gpt, "StopSignal", Stops)
-        assert train()[0] == 130 and list(whole[1]) == [0, 3, 6]
-    with open(tmp_path / "out/log.jsonl", "a") as f:
-        f.write('{"step": 3, "val_loss": 9}\n{"step": 3, "lo')  # of a run that was killed before it could save that; cut short by a crash
-    log = train("--resume")[3]
-    assert losses(log) == whole and [r["step"] for r in log if "val_loss" in r] == [0, 3, 6]
-    monkeypatch.setattr(train_gpt, "StopSignal", Stops)
-    monkeypatch.setattr(train_gpt, "write_or_warn", lambda path, f: False)  # a full disk: what is not saved is not said to be
-    status, out, *_ = train(out="full")
-    assert status == 130 and "step 2/6" in out and "saved" not in out
-
-
 def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far(train, tmp_path, monkeypatch):
     status, out, err, log = train("--max_steps=400", "--max_minutes=1e-9", "--eval_interval=100")
     assert status == 0 and "will do for 5 steps here" in out
@@ -1929,7 +1914,6 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far(train, tmp_p
     resumed = train(*flags, "--resume", out="parts")
     assert resumed[0] == 0 and "will do for 60 steps here" in resumed[1] and max(losses(resumed[3])[0]) == 59
     assert "will do" not in train(*flags, "--resume", "--max_steps=70", out="parts")[1]  # not again
-    one_line(train("--resume", "--max_steps=60", out="parts"), "--max_steps=60", "is at step 70 already")
 
 
 STOPPED = """
@@ -2021,21 +2005,6 @@ def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp
     assert path.read_bytes() == before  # the evaluation does not save it
     one_line(train("--lr=1e30", "--warmup_steps=0", "--eval_interval=100"), "step ", "no checkpoint yet")
     assert not path.exists() and (tmp_path / "out/ckpt.pt.old").read_bytes() == before and len(left) == 4
-
-
-def test_train_goes_on_in_a_folder_that_was_moved(train, run_here, tmp_path, monkeypatch):
-    train("--max_steps=3")
-    os.rename(tmp_path / "out", tmp_path / "moved")
-    ckpt = load_checkpoint(str(tmp_path / "moved/ckpt.pt"))
-    torch.save(ckpt | dict(settings=ckpt["settings"] | dict(device="cuda")), tmp_path / "moved/ckpt.pt")  # as from another machine
-    status, out, err, log = train("--resume", "--max_steps=4", "--micro_batch=2", "--eval_interval=2", "--eval_tokens=512", out="moved")
-    assert "--dtype and --compile stay as on cuda" in out
-    assert status == 0 and list(losses(log)[0]) == [0, 1, 2, 3] and not (tmp_path / "out").exists()
-    os.renames(tmp_path / "moved", tmp_path / "out/gpt")  # where it need not be named
-    monkeypatch.chdir(tmp_path)
-    log = ended(run_here(train_gpt, ["train_gpt.py", "--resume", "--max_steps=5", "--device=cpu"], tmp_path / "out/gpt"))[3]
-    assert list(losses(log)[0]) == [0, 1, 2, 3, 4] and not (tmp_path / "moved").exists()
-    assert "ckpt.pt.old" in train("--max_steps=0", out="out/gpt")[1] and (tmp_path / "out/gpt/ckpt.pt.old").exists()
 
 
 def test_train_dtype_is_that_of_training_and_evaluation_and_stays(train, train_shaq_here):
@@ -3080,27 +3049,39 @@ def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_
         assert [(s["max_steps"], s["eval_interval"]) for s in asked] == [(steps, interval)]
 
 
-def test_train_shaq_stopped_just_before_an_evaluation_makes_it_on_resume(train_shaq_here, run_here, tmp_path, monkeypatch):
-    flags = "--max_steps=6", "--eval_interval=3"
-    whole = losses(ended(train_shaq_here(*flags, out="whole"))[3])
+@pytest.fixture(params=["gpt", "shaq"])
+def either(request):
+    "(script, run) for what both training scripts promise: six steps, an evaluation every three"
+    train = request.getfixturevalue("train" if request.param == "gpt" else "train_shaq_here")
+    six = [] if request.param == "gpt" else ["--max_steps=6", "--eval_interval=3"]
+    return (train_gpt if request.param == "gpt" else train_shaq,
+            lambda *flags, **kw: train(*([] if "--resume" in flags else six), *flags, **kw))
+
+
+def test_train_stopped_just_before_an_evaluation_makes_it_on_resume_wherever_it_lies(either, run_here, tmp_path, monkeypatch):
+    script, run = either
+    whole = losses(ended(run(out="whole"))[3])
     with monkeypatch.context() as patch:
-        patch.setattr(train_shaq, "StopSignal", Stops)
-        status, out, *_ = train_shaq_here(*flags, out="cut")
+        patch.setattr(script, "StopSignal", Stops)
+        status, out, *_ = run(out="cut")
         assert status == 130 and "; saved step 3" in out
-        patch.setattr(train_shaq, "write_or_warn", lambda path, f: False)  # a full disk: what is not saved is not said to be
-        status, out, *_ = train_shaq_here(*flags, out="full")
-        assert status == 130 and "saved" not in out
+        patch.setattr(script, "write_or_warn", lambda path, f: False)  # a full disk: what is not saved is not said to be
+        status, out, *_ = run(out="full")
+        assert status == 130 and "step 2/6" in out and "saved" not in out
     with open(tmp_path / "cut/log.jsonl", "a") as f:
-        f.write('{"step": 3, "val_loss": 9}\n')  # of a resumed run that was killed before it could save that
-    log = ended(train_shaq_here("--resume", out="cut"))[3]
+        f.write('{"step": 3, "val_loss": 9}\n{"step": 3, "lo')  # of a run that was killed before it could save that; cut short by a crash
+    log = ended(run("--resume", out="cut"))[3]
     assert losses(log) == whole and list(whole[1]) == [0, 3, 6] == [r["step"] for r in log if "val_loss" in r]
     minutes = [r["minutes"] for r in log if "minutes" in r]
-    assert minutes == sorted(minutes) and len(minutes) == 9  # those of before the stop count
-    os.renames(tmp_path / "cut", tmp_path / "out/shaq")  # moved to where it need not be named
+    assert minutes == sorted(minutes) and len(minutes) == 9 * (script is train_shaq)  # those of before the stop count
+    ckpt, there = load_checkpoint(str(tmp_path / "cut/ckpt.pt")), tmp_path / "out" / ("gpt" if script is train_gpt else "shaq")
+    torch.save(ckpt | dict(settings=ckpt["settings"] | dict(device="cuda")), tmp_path / "cut/ckpt.pt")  # as from another machine
+    os.renames(tmp_path / "cut", there)  # where it need not be named
     monkeypatch.chdir(tmp_path)
-    log = ended(run_here(train_shaq, ["train_shaq.py", "--resume", "--max_steps=7", "--device=cpu"], tmp_path / "out/shaq"))[3]
-    assert list(losses(log)[0]) == list(range(7)) and not (tmp_path / "cut").exists()
-    one_line(train_shaq_here("--resume", "--max_steps=6", out="out/shaq"), "--max_steps=6", "is at step 7 already")
+    flags = "--max_steps=7", "--eval_interval=2", *["--eval_tokens=512", "--micro_batch=2"] * (script is train_gpt), "--device=cpu"
+    _, out, _, log = ended(run_here(script, [script.__file__, "--resume", *flags], there))
+    assert "--dtype and --compile stay as on cuda" in out and list(losses(log)[0]) == list(range(7)) and not (tmp_path / "cut").exists()
+    one_line(run("--resume", "--max_steps=6", out=there), "--max_steps=6", "is at step 7 already")
 
 
 def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
