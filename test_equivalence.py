@@ -489,17 +489,21 @@ def test_hadamard_triton_takes_what_it_can_hold():
         refuses(lambda: kernels.hadamard_path(7, device), "order d=7", "are 4 and 8")
 
 
-@pytest.mark.parametrize("part, use", [("matrix", lambda mine, x: x @ mine.hadamard_matrix(96)),
-                                       ("transform", lambda mine, x: mine.hadamard_affine(x, x[0], x[1]).mul(2)),
-                                       ("pool", lambda mine, x: mine.qrnn_pool(x[None, :, :48])[0])])
-def test_each_part_of_kernels_py_works_alone(part, use, tmp_path, monkeypatch):
+@pytest.mark.parametrize("part, use", [
+    ("matrix", lambda mine, x: x @ mine.hadamard_matrix(96)), ("transform", lambda mine, x: mine.hadamard_affine(x, x[0], x[1]).mul(2)),
+    ("pool", lambda mine, x: mine.qrnn_pool(x[None, :, :48])[0]),
+    ("attention", lambda mine, x: mine.attention(*[x.view(1, 2, 24, 8)] * 3) + mine.attention(*[x.view(1, 2, 24, 8)] * 5))])
+def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypatch):
     rule = "# " + "-" * 77 + "\n"
-    top, bottom = (HERE / "kernels.py").read_text(encoding="utf-8").split(rule + "# fo-pooling:")
-    source = dict(matrix=top.split(rule + "# PyTorch path.")[0], transform=top, pool=top.split(rule)[0] + "#" + bottom)[part]
+    text, model = ((HERE / name).read_text(encoding="utf-8") for name in ("kernels.py", "model.py"))
+    top, bottom = text.split(rule + "# fo-pooling:")
+    head = "import math\nimport torch\nimport torch.nn.functional as F\n" + top[top.index("def _check_meta("):top.index("# ---")]
+    source = dict(matrix=top.split(rule + "# PyTorch path.")[0], transform=top, pool=top.split(rule)[0] + "#" + bottom,
+                  attention=head + model[model.index("def product_dtype("):model.index("def up_to(")])[part]
     (tmp_path / f"{part}_alone.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    x = torch.randn(4, 96, requires_grad=True)
-    y, z = use(importlib.import_module(f"{part}_alone"), x), use(kernels, x)
+    x, theirs = torch.randn(4, 96, requires_grad=True), model_py if part == "attention" else kernels
+    y, z = use(importlib.import_module(f"{part}_alone"), x), use(theirs, x)
     assert torch.equal(y, z) and torch.equal(*(torch.autograd.grad(t.sum(), x)[0] for t in (y, z)))
 
 
@@ -513,18 +517,6 @@ def test_a_copy_of_an_operator_leaves_the_original_alone(tmp_path):
     x, v = torch.ones(1, 4), torch.ones(4)
     assert other.hadamard_transform(x).tolist() == [[7] * 4] and hadamard_transform(x).tolist() == [[4, 0, 0, 0]]
     assert hadamard_affine_norm(x, v, v, x, v)[0].tolist() == [[4, 2, 2, 2]]
-
-
-def test_attention_works_alone_in_another_file(tmp_path, monkeypatch):
-    model, top = ((HERE / name).read_text(encoding="utf-8") for name in ("model.py", "kernels.py"))
-    part = model[model.index("def product_dtype("):model.index("def up_to(")]
-    head = "import math\nimport torch\nimport torch.nn.functional as F\n" + top[top.index("def _check_meta("):top.index("# ---")]
-    (tmp_path / "attention_alone.py").write_text(head + part, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    mine, leaf = importlib.import_module("attention_alone"), [randn(2, 3, 20, 8, grad=True) for _ in range(5)]
-    for n in (3, 5):
-        y, z = mine.attention(*leaf[:n]), attention(*leaf[:n])
-        assert torch.equal(y, z) and torch.equal(torch.autograd.grad(y.sum(), leaf[1])[0], torch.autograd.grad(z.sum(), leaf[1])[0])
 
 
 @pytest.mark.parametrize("autocast", [False, True])
