@@ -2254,15 +2254,6 @@ def test_fopool_cuts_all_of_time():
         assert at == T
 
 
-def test_fopool_gradcheck():
-    for act in (True, False):
-        inputs, _, _ = _fo_inputs(1, 18, 2, act, torch.float64)
-        inputs = [x.requires_grad_() for x in inputs]
-        assert torch.autograd.gradcheck(lambda *x: _fo_call(x), inputs)
-        assert torch.autograd.gradcheck(lambda *x: _fo_call(x)[0], inputs)
-        assert torch.autograd.gradcheck(lambda *x: _fo_call(x)[1], inputs[:-1])
-
-
 @pytest.mark.parametrize("dtype,ulp", [(torch.bfloat16, 2 ** -9), (torch.float16, 2 ** -12)])
 def test_fopool_16_bit_error_is_output_rounding(dtype, ulp):
     """fp32 state over 300 steps: what the 16-bit result loses is the rounding of h and of the gradients, no more."""
