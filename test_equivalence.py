@@ -818,17 +818,6 @@ def test_gpt_dropout_is_off_in_eval_and_on_in_training(monkeypatch):
     assert places == [0.5] * (1 + 3 * len(m.h))  # the embedding, then attention's weights and both branches of each block
 
 
-def test_gpt_feed_forward_is_its_formula():
-    x = randn(3, 48)
-    for kind in ("gelu", "swiglu"):
-        mlp = make(double=True, mlp=kind).h[0].mlp
-        u = x @ mlp.c_fc.weight.T + mlp.c_fc.bias
-        gate, up = u.chunk(2, -1)
-        y = (gate / (1 + torch.exp(-gate)) * up if kind == "swiglu" else
-             0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u ** 3))))
-        assert error(mlp(x), y @ mlp.c_proj.weight.T + mlp.c_proj.bias) < 1e-12
-
-
 def test_gpt_of_nanogpts_kind_has_its_parameters_and_its_logits():
     "Names, shapes and order are nanoGPT's behind its prefix: its weights, and an optimiser's state, can be loaded; its GELU is not ours"
     d, h, V, T = 24, 3, 13, 10
@@ -2650,17 +2639,17 @@ def test_shaq_memory_never_exceeds_its_cap_nor_holds_a_graph(memory, mem_len, rn
         assert all(S == T for T, S in attended)
 
 
-@pytest.mark.parametrize("ff", ["boom", "ffn"])
-def test_shaq_boom_is_its_formula(ff):
-    boom = tiny_shaq(ff=ff).blocks[0].ff.double()
-    x = torch.randn(2, 3, 16, dtype=torch.float64)
-    u = x @ boom.W1.weight.T + boom.W1.bias
-    u = u / (1 + torch.exp(-1.702 * u))
-    if ff == "boom":
-        expected = u[..., :16] + u[..., 16:32] + u[..., 32:48] + u[..., 48:]
-    else:
-        expected = u @ boom.W2.weight.T + boom.W2.bias
-    torch.testing.assert_close(boom(x), expected, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("kind", ["gelu", "swiglu", "boom", "ffn"])
+def test_feed_forward_is_its_formula(kind):
+    of_gpt = kind in CHOICES["mlp"]
+    ff = make(double=True, mlp=kind).h[0].mlp if of_gpt else tiny_shaq(ff=kind).blocks[0].ff.double()
+    x, first, last = (randn(3, 48), ff.c_fc, ff.c_proj) if of_gpt else (randn(3, 16), ff.W1, getattr(ff, "W2", None))
+    u = x @ first.weight.T + first.bias
+    gate, up = u.chunk(2, -1)
+    u = (0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u ** 3))) if kind == "gelu" else
+         gate / (1 + torch.exp(-gate)) * up if kind == "swiglu" else u / (1 + torch.exp(-1.702 * u)))
+    y = u[:, :16] + u[:, 16:32] + u[:, 32:48] + u[:, 48:] if kind == "boom" else u @ last.weight.T + last.bias
+    assert error(ff(x), y) < 1e-12
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
