@@ -329,27 +329,21 @@ def test_hadamard_few_rows_round_once_on_a_cpu(d, n_head, heads_only):
         assert error(more, exact) < (1.75 if dtype == torch.bfloat16 else 1.001) * floor
 
 
-def test_hadamard_small_fp16_gradients_survive():
-    x, dy, one = torch.randn(64, 768).half().requires_grad_(), (1e-4 * torch.randn(64, 768)).half(), torch.ones(768)
-    dx, = torch.autograd.grad(hadamard_affine(x, one, one), x, dy)
-    exact = dy.double() @ layer_matrix(768, 1, False)
-    assert error(dx, exact) < 1.001 * error(exact.half(), exact)
-
-
-def test_hadamard_norm_in_fp16_is_as_wide_as_its_residual():
-    x, one, zero = torch.full((2, 1024), 3000.0).half().requires_grad_(), torch.ones(1024), torch.zeros(1024)
-    y, _ = hadamard_affine_norm(x, one, zero, torch.zeros(2, 1024), one)
-    dx, = torch.autograd.grad(y, x, torch.full_like(y, 2e-8))
-    assert y[0, 0] == 96000 and dx[0, 0].item() == pytest.approx(2e-8 * 32, rel=0.1)  # 2e-8 itself is 0 in fp16
-
-
-def test_hadamard_in_fp16_is_finite_where_its_result_is():
+def test_hadamard_in_fp16_is_finite_where_its_result_is_and_small_gradients_survive():
+    one, zero = torch.ones(1024, requires_grad=True), torch.zeros(1024)
     for N in (2, 64):  # x H itself is 102,400 there, above fp16's range
-        x, one, zero = torch.full((N, 1024), 100.0).half().requires_grad_(), torch.ones(1024, requires_grad=True), torch.zeros(1024)
+        x = torch.full((N, 1024), 100.0).half().requires_grad_()
         y = hadamard_affine(x, one, zero)
         dx, dalpha = torch.autograd.grad(y, (x, one), torch.full_like(y, 100.0))
         assert y[0, 0] == hadamard_transform(x, 1 / 32)[0, 0] == dx[0, 0] == 3200
         assert dalpha[0] == N * 320000 and dx[:, 1:].count_nonzero() == 0
+    x, dy = torch.randn(64, 1024).half().requires_grad_(), (1e-4 * torch.randn(64, 1024)).half()
+    dx, exact = torch.autograd.grad(hadamard_affine(x, one, zero), x, dy)[0], dy.double() @ layer_matrix(1024, 1, False)
+    assert error(dx, exact) < 1.001 * error(exact.half(), exact)
+    x = torch.full((2, 1024), 3000.0).half().requires_grad_()  # the norm's is as wide as its residual
+    y, _ = hadamard_affine_norm(x, one, zero, torch.zeros(2, 1024), one)
+    dx, = torch.autograd.grad(y, x, torch.full_like(y, 2e-8))
+    assert y[0, 0] == 96000 and dx[0, 0].item() == pytest.approx(2e-8 * 32, rel=0.1)  # 2e-8 itself is 0 in fp16
 
 
 def test_hadamard_wrong_shapes_and_dtypes_are_one_line():
