@@ -1231,9 +1231,12 @@ def test_gpt_cache_filled_in_pieces(attn, pos, out):
     assert error(torch.cat(parts, 1), m(idx).detach()) < 1e-7  # RoPE works in fp32
 
 
-class Elsewhere(torch.Tensor):
-    "A CPU tensor that says it is on a GPU, as all that is computed from it does: takes the branches of the models that only a GPU takes"
-    device = property(lambda self: SimpleNamespace(type="cuda"))
+def says(**what):
+    "A kind of CPU tensor that says so, as all that is computed from it does: it takes the branches that only a GPU takes"
+    return type("Says", (torch.Tensor,), {name: property(lambda self, value=value: value) for name, value in what.items()})
+
+
+Elsewhere, Apple, Cuda = says(device=SimpleNamespace(type="cuda")), says(device=torch.device("mps")), says(is_cuda=True)
 
 
 def test_gpt_attention_of_what_a_later_key_makes_infinite_is_that_rows_alone():
@@ -1255,10 +1258,6 @@ def test_gpt_attention_of_a_later_keys_nan_is_that_rows_alone(dtype):
             k[:, :, at] = bad
             y = attention(q, k, v)
             assert torch.equal(y[:, :, :at], true[:, :, :at]) and not torch.equal(y, true)
-
-
-class Apple(torch.Tensor):
-    device = property(lambda self: torch.device("mps"))
 
 
 @pytest.mark.parametrize("outer", [False, True])
@@ -1304,10 +1303,6 @@ def test_gpt_wide_heads_on_a_gpu_whole_where_that_is_small(T, outer, monkeypatch
     assert error(half, y.detach()) > 0.1  # dropout is there
     with pytest.raises(TypeError, match="NoneType"):  # one query more, and the weights outgrow the values: by blocks
         attention(*(torch.cat((t, randn(2, 2, (8 if outer else 300) + 1 - T, t.size(-1))), 2).as_subclass(Elsewhere) for t in leaf))
-
-
-class Cuda(torch.Tensor):
-    is_cuda = property(lambda self: True)
 
 
 @pytest.mark.parametrize("config", [dict(), dict(norm="rmsnorm"), dict(bias=False, attn_out="head_hadamard")])
