@@ -4557,12 +4557,6 @@ def test_bench_says_what_cannot_be_before_it_measures(tmp_path, capsys, monkeypa
     fails(capsys, main("compare", out, "--set=help"), "--set='help': expected name=value")
 
 
-def test_bench_records_are_one_commands_own(tmp_path):
-    rows = [dict(what="prefill", run="1", x=1), dict(what="decode", run="2"), dict(run="1", x=2)]
-    (tmp_path / "prefill.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert [r["x"] for r in bench.records(tmp_path, "prefill", None)] == [1, 2]
-
-
 def test_bench_variants_of_another_depth_keep_their_own_branches():
     one, two = (small_gpt(n_layer=n, attn_out="hadamard") for n in (1, 2))
     with torch.no_grad():
@@ -4862,14 +4856,17 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     assert compared("--set=", "--set=lr=2,n_layer=3", "--set=", "--variant=", "--variant=lr=1") == [dict(lr=2, n_layer=3), dict(lr=1, n_layer=3)]
 
 
-def test_bench_records_survive_a_line_cut_short(tmp_path):
-    args = SimpleNamespace(out=str(tmp_path / "a/x.jsonl"), what="x", run="b", hardware="", git="")
-    for cut in ("", "{", '{"run": "a"}\n'):
-        os.makedirs(tmp_path / "a", exist_ok=True)
-        (tmp_path / "a/x.jsonl").write_text(cut)
+def test_bench_records_are_one_commands_last_run_and_survive_a_line_cut_short(tmp_path):
+    args, path = SimpleNamespace(out=str(tmp_path / "a/x.jsonl"), what="x", run="b", hardware="", git=""), tmp_path / "a/x.jsonl"
+    for cut in ("", "{", '{"run": "a"}\n', '3\n{"a": 1}\n', '{"run": "c", "what": "decode"}\n{"run": "a"}\n{"ru'):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(cut)
         for n in range(2):
             bench.record(args, n=n)
-        assert [r["n"] for r in bench.records(tmp_path / "a", "x", None)] == [0, 1]
+        assert [r["n"] for r in bench.records(path.parent, "x", None)] == [0, 1]
+    with open(path, "a") as f:
+        f.write('{"run": "c", "what": "decode"}\n{"run": "b", "n": 2}')
+    assert [r["n"] for r in bench.records(path.parent, "x", None)] == [0, 1, 2] and bench.records(path.parent, "x", "a") == [dict(run="a")]
 
 
 def test_bench_timing_interleaves_and_warms_up(monkeypatch):
@@ -5108,10 +5105,6 @@ def test_bench_reads_training_logs(tmp_path):
     logs = [tmp_path / name / "log.jsonl" for name in "abcd"]
     assert [r["title"] for r in bench.read_logs(logs[:2] + logs[1:2])] == ["dva", "dense", "dense"]  # alike but for the seed
     assert [r["title"] for r in bench.read_logs(logs[1:])] == ["dense, lr=0.001", "dense, lr=0.002", "dense, lr=0.002, mlp=none"]
-    (tmp_path / "x.jsonl").write_text('{"run": "a"}\n{"run": "b"}\n{"ru')
-    assert bench.records(tmp_path, "x", None) == [dict(run="b")] and bench.records(tmp_path, "x", "a") == [dict(run="a")]
-    (tmp_path / "x.jsonl").write_text('3\n{"a": 1}\n{"run": "b"}\n')
-    assert bench.records(tmp_path, "x", None) == [dict(run="b")]
     for text in ("no JSON\n", "[1]\n", json.dumps(lines[0]) + "\n3\n"):
         (tmp_path / "log.jsonl").write_text(text)
         with pytest.raises(SystemExit):
