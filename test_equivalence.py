@@ -2272,14 +2272,17 @@ def test_fopool_extreme_gates_and_nan_in_its_channel(path):
         assert torch.equal(h.isnan(), hit) and torch.equal(h[~hit], clean[~hit])
 
 
-# Interpreted: T beside the chunk of 16, H beside the block (32 or 64), T long enough for segments (4 chunks each).
+# Interpreted, which costs what T does: T beside the chunk of 16, or of 4, H beside the block (32 or 64), T long enough for two and three
+# segments (4 chunks each)
 @needs_triton
 @pytest.mark.parametrize("dtype,tol", [(torch.float32, 2e-6), (torch.float16, 1e-3)])
-@pytest.mark.parametrize("B,T,H,act", [(2, 1, 3, True), (1, 37, 33, True), (1, 70, 5, True), (1, 133, 4, False)])
-def test_fopool_triton_equals_torch(B, T, H, act, dtype, tol):
+@pytest.mark.parametrize("B,T,H,act,chunk,segments", [(2, 1, 3, True, 16, 1), (1, 37, 33, True, 16, 1), (1, 18, 5, True, 4, 2),
+                                                      (1, 34, 4, False, 4, 3)])
+def test_fopool_triton_equals_torch(B, T, H, act, chunk, segments, dtype, tol, monkeypatch):
+    monkeypatch.setattr(kernels, "FO_CHUNK", chunk)
     inputs, dh, dc = _fo_inputs(B, T, H, act, dtype)
     *banks, c0 = inputs
-    assert (kernels._fo_plan(*(banks[0].chunk(3, -1) if act else banks))[3][1] > 1) == (T > 64)
+    assert kernels._fo_plan(*(banks[0].chunk(3, -1) if act else banks))[3][1] == segments
     for c, *given in ((c0, dh, dc), (c0, dh, None), (None, None, dc))[:3 if dtype == torch.float32 else 1]:
         for x, r in zip(*(_fo_passes(path, banks, c, *given, act) for path in ("triton", "torch"))):
             assert x.dtype == r.dtype and (x - r).abs().max() <= tol * r.abs().max()
