@@ -4406,7 +4406,9 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         assert f"| sharnn | 2.5 ± 0.6 | 400 | {floors[1] / 2**26 * 1500:.3f} | {floors[1] / 2**26 * 600:.2f} |" in tables[1]
         assert "one byte at a time, 256 wide behind 512 bytes, not compiled" in tables[1]
     if argv[0] in ("prefill", "decode"):
-        assert [(r["T"], r["variant"]) for r in rows] == [*itertools.product((4, 8) if argv[0] == "prefill" else (2, 4), bench.OUTS)]
+        cases = itertools.product((4, 8) if argv[0] == "prefill" else (2, 4), enumerate(bench.OUTS))
+        assert [(r["size"], r["batch"], r["T"], r["variant"], r["tokens_per_s"]) for r in rows] == [
+            ("nano", 3, T, out, 3 * (T if argv[0] == "prefill" else 2) / (2 + i)) for T, (i, out) in cases]
     if argv[0] == "train":
         assert {"gpt2_book", "dva_book", "sharnn", "shaq"} <= {r["variant"] for r in rows}
         for line in ("dva_book against gpt2_book | – | 0.60 | – | +66.7%", "qrnn against sharnn | 2.35 | 0.67 | -1.68 | +50.0%"):
