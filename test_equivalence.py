@@ -3528,35 +3528,24 @@ def test_data_own_text_splits_and_drops_the_byte_order_mark(tmp_path, capsys):
     fails(capsys, lambda: pd.load_dataset("enwiki", str(tmp_path / "d")), "not prepared", "did you mean enwik8?", "--name enwiki")
 
 
-def test_data_download_resumes_where_it_stopped(corpus):
+@pytest.mark.parametrize("serve, left, asked", [
+    (dict(cut=(150_000, 70_000)), 0, [0, 150_000, 220_000]), (dict(length=False), 0, [0]),  # a server that does not say how long
+    (dict(cut=(150_000,), part=100_000), 0, [0, 150_000, 250_000, 350_000]),  # a server may give less than was asked for
+    ({}, 100_000, [100_000]), (dict(ranges=False), 100_000, [100_000]), ({}, None, [None, 0])])  # None: all of it
+def test_data_download_goes_on_where_it_stopped_and_from_a_part_file(corpus, serve, left, asked):
     text, packed, data = corpus
-    with server(packed, cut=(150_000, 70_000)) as (url, seen):
+    if left != 0:
+        os.makedirs(f"{data}/enwik8")
+        Path(f"{data}/enwik8/enwik8.zip.part").write_bytes(packed[:left])
+    with server(packed, **serve) as (url, seen):
         pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
-    assert seen == [None, "bytes=150000-", "bytes=220000-"]
+    assert seen == [f"bytes={len(packed) if at is None else at}-" if at != 0 else None for at in asked]
+    pd.main(["enwik8", f"--data_dir={data}"])  # the kept download: its url is not asked again
     d = pd.load_dataset("enwik8", data)
     assert [len(t) for t in (d.train, d.val, d.test)] == [360_000, 20_000, 20_000]
     assert np.concatenate([t[:] for t in (d.train, d.val, d.test)]).astype(np.uint8).tobytes() == text
+    assert d.meta["sha256"] == hashlib.sha256(text).hexdigest() and Path(f"{data}/enwik8/enwik8.zip").read_bytes() == packed
     assert sorted(os.listdir(f"{data}/enwik8")) == ["enwik8.zip", "meta.json", "test.bin", "train.bin", "val.bin"]
-    pd.main(["enwik8", f"--data_dir={data}"])  # the kept download: its url is not asked again
-    with server(packed, length=False) as (url, seen):  # a server that does not say how long
-        pd.main(["enwik8", f"--url={url}", f"--data_dir={data}2"])
-    assert seen == [None] and pd.load_dataset("enwik8", f"{data}2").meta["sha256"] == d.meta["sha256"]
-    with server(packed, cut=(150_000,), part=100_000) as (url, seen):  # a server may give less than was asked for
-        pd.main(["enwik8", f"--url={url}", f"--data_dir={data}3"])
-    assert seen[:3] == [None, "bytes=150000-", "bytes=250000-"] and len(pd.load_dataset("enwik8", f"{data}3").test) == 20_000
-
-
-@pytest.mark.parametrize("ranges, left", [(True, 100_000), (False, 100_000), (True, None)])  # None: all of it
-def test_data_download_goes_on_from_a_part_file(corpus, ranges, left):
-    text, packed, data = corpus
-    os.makedirs(f"{data}/enwik8")
-    open(f"{data}/enwik8/enwik8.zip.part", "wb").write(packed[:left])
-    with server(packed, ranges) as (url, seen):
-        pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
-    assert seen == ([f"bytes={left}-"] if left else [f"bytes={len(packed)}-", None])
-    with open(f"{data}/enwik8/enwik8.zip", "rb") as f:
-        assert f.read() == packed
-    assert pd.load_dataset("enwik8", data).meta["sha256"] == hashlib.sha256(text).hexdigest()
 
 
 def test_data_revised_source_is_never_spliced(corpus, monkeypatch, capsys):
