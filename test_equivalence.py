@@ -1579,7 +1579,18 @@ def sampled(run_here):
     return lambda path, *flags: ended(run_here(model_py, ["model.py", f"--ckpt={path}", "--device=cpu", *flags], path.parent))[1]
 
 
-TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+@pytest.fixture
+def torchrun(tmp_path):
+    "torchrun(script, flags...) runs two processes of this text in tmp_path -> what they print"
+    def run(text, *flags):
+        (tmp_path / "script.py").write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n" + text)
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "script.py", *flags],
+                              cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+    return run
+
+
 SHAPE = "n_layer n_embd n_head block_size dataset"
 
 
@@ -1885,9 +1896,7 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far(train, tmp_p
 
 
 STOPPED = """
-import json, os, sys, time, torch
-sys.path.insert(0, {here!r})
-import train_gpt
+import json, os, time, torch, train_gpt
 seeds, seed = [], torch.manual_seed
 torch.manual_seed = lambda n: seeds.append(n) or seed(n)
 write, rank = train_gpt.write_or_warn, os.environ["RANK"]
@@ -1902,14 +1911,11 @@ except SystemExit as e:
 """
 
 
-def test_train_two_processes_are_one_with_accumulation(train, data_dir, tmp_path):
+def test_train_two_processes_are_one_with_accumulation(train, torchrun, data_dir, tmp_path):
     "Stopped together by one's signal, neither leaves before the checkpoint is there; and one process goes on with it"
-    (tmp_path / "stop.py").write_text(STOPPED.format(here=str(HERE)))
     flags = "--dropout=0", "--micro_batch=2"
-    done = subprocess.run(command("two", data_dir, *flags, tool=(*TORCHRUN, "stop.py")), cwd=tmp_path, capture_output=True, timeout=120,
-                          text=True)
-    assert done.returncode == 0 and "2 processes x 2 micro-batches x 2 sequences" in done.stdout, done.stderr
-    ends = [json.loads((tmp_path / f"stop.py{rank}").read_text()) for rank in (0, 1)]
+    assert "2 processes x 2 micro-batches x 2 sequences" in torchrun(STOPPED, *command("two", data_dir, *flags, tool=()))
+    ends = [json.loads((tmp_path / f"script.py{rank}").read_text()) for rank in (0, 1)]
     assert [end[:2] for end in ends] == [[130, True]] * 2
     assert set(ends[0][2]) & set(ends[1][2]) == {1} and len(ends[1][2]) == 4  # the weights are the same, dropout is not
     first, *log = records(tmp_path / "two")
@@ -1924,8 +1930,6 @@ def test_train_two_processes_are_one_with_accumulation(train, data_dir, tmp_path
 
 
 COMPILED = """
-import sys
-sys.path.insert(0, {here!r})
 import glob, os, time, torch, train_gpt
 torch.nn.Module.compile = lambda self, **kw: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend=cut, **kw))
 from torch._dynamo.backends.debugging import aot_eager
@@ -1947,15 +1951,13 @@ open(sys.argv[0] + os.environ["RANK"], "w").write(str(sum(parts)))
 """
 
 
-def test_train_compiled_processes_are_one(train, data_dir, tmp_path):
+def test_train_compiled_processes_are_one(train, torchrun, data_dir, tmp_path):
     "As torchrun does on GPUs: DDP has the compiled model, loss and all, cut where a bucket of gradients is full: the head fills one"
-    (tmp_path / "compiled.py").write_text(COMPILED.format(here=str(HERE)))
     flags = ("--dropout=0", "--micro_batch=2", "--n_embd=1024", "--mlp=none", "--max_steps=3", "--eval_tokens=224",  # 7 windows, so one alone
              "--lr=3e-4", "--min_lr=3e-5")  # at ten times the rate rounding grows past the bound, with this file's own text as the data
-    done = subprocess.run(command(tmp_path / "two", data_dir, *flags, "--compile=1", tool=(*TORCHRUN, tmp_path / "compiled.py")),
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and ", compiled; MFU" in done.stdout and done.stdout.count("sample:") == 1, done.stderr
-    assert all(int((tmp_path / f"compiled.py{rank}").read_text()) > 1 for rank in (0, 1))
+    said = torchrun(COMPILED, *command("two", data_dir, *flags, "--compile=1", tool=()))
+    assert ", compiled; MFU" in said and said.count("sample:") == 1
+    assert all(int((tmp_path / f"script.py{rank}").read_text()) > 1 for rank in (0, 1))
     one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
     assert all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two)), (one, two)
     assert not any("_orig_mod" in k for k in torch.load(tmp_path / "two/ckpt.pt", weights_only=True)["model"])
@@ -2920,13 +2922,6 @@ def test_lamb_wants_fp32_and_numbers_that_make_sense():
 TINY_SHAQ = ["--device=cpu", "--n_embd=16", "--mem_len=230", "--dropout=0.1", "--dtype=float32", "--eval_tokens=400", "--eval_interval=4"]
 
 
-def _train_shaq(tmp_path, *flags, tool=(sys.executable,), script=HERE / "train_shaq.py"):
-    done = subprocess.run([*tool, script, f"--data_dir={tmp_path}/data", "--dataset=mine", *TINY_SHAQ, *flags],
-                          capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0 and ("Traceback" not in done.stderr or tool is TORCHRUN), done.stderr
-    return done
-
-
 def random_words(n):
     "A text that a model can learn something of"
     draw = random.Random(0)
@@ -3124,7 +3119,8 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
     if preset == "shaq":
         ended(train_shaq_here("--resume", "--max_steps=25", out="parts"))
     else:  # in a fresh process
-        _train_shaq(tmp_path, "--resume", "--max_steps=25", "--out_dir=parts")
+        argv = [HERE / "train_shaq.py", "--resume", "--max_steps=25", "--out_dir=parts", "--data_dir=data", "--device=cpu"]
+        assert not subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stderr
     one, two = losses(whole)[0], losses(records(tmp_path / "parts"))[0]
     assert len(one) == 25 and one == two
     ckpt = torch.load(tmp_path / "parts/ckpt.pt", weights_only=True)
@@ -3238,8 +3234,6 @@ def test_train_shaq_flags_reach_the_model(train_shaq_here, tmp_path):
 
 
 SAMPLES = """
-import sys
-sys.path.insert(0, {here!r})
 import glob, train_shaq
 def sample(*args, generate=train_shaq.SHAQ.generate, **kw):
     assert "pt_gloo_runloop\\n" not in [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]  # the group has ended
@@ -3250,12 +3244,11 @@ train_shaq.run(train_shaq.main)
 """
 
 
-def test_train_shaq_two_processes_are_one(train_shaq_here, tmp_path):
+def test_train_shaq_two_processes_are_one(train_shaq_here, torchrun, tmp_path):
     flags = "--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3"
     pd.prepare(str(tmp_path / "data/mine"), "mine", "byte", random_words(1500), "", percent=(80, 90))  # with a test split
     one = ended(train_shaq_here(*flags, out="one"))[3]
-    (tmp_path / "samples.py").write_text(SAMPLES.format(here=str(HERE)))
-    assert "sample:" in _train_shaq(tmp_path, *flags, "--out_dir=two", tool=TORCHRUN, script="samples.py").stdout
+    assert "sample:" in torchrun(SAMPLES, "--data_dir=data", "--dataset=mine", *TINY_SHAQ, *flags, "--out_dir=two")
     first, *two = records(tmp_path / "two")
     flops = SHAQ(SHAQConfig(**first["config"])).flops_per_token(24)
     for r in two:
