@@ -3186,7 +3186,7 @@ def test_shaq_lstm_takes_16_bit_state_and_stays_fp32_on_a_gpu():
 def test_train_shaq_compiled_is_not_compiled(train_shaq_here, tmp_path, monkeypatch):
     from torch._dynamo.utils import counters
     counters.clear()
-    monkeypatch.setattr(SHAQ, "compile", partialmethod(SHAQ.compile, backend="aot_eager"))
+    monkeypatch.setattr(SHAQ, "compile", partialmethod(SHAQ.compile, backend="eager"))
     curves, kept = [], []
     for flag in (0, 1):
         status, said, _, log = train_shaq_here("--preset=sharnn", "--n_layer=1", "--attn_layers=1", "--dropout=0", "--max_steps=5",
@@ -4099,6 +4099,7 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32)
 GPT_SET = "n_layer=1,n_head=2,n_embd=32,block_size=32,batch_tokens=256,max_steps=12,warmup_steps=2,eval_tokens=1024"
+CPU = "--device=cpu", "--dtype=float32"  # given a dtype, none is measured
 SHAQ_SET = "n_embd=32,bptt=16,batch=4,max_steps=6,warmup_steps=2,eval_tokens=1024"
 
 
@@ -4113,7 +4114,7 @@ def bench_run(tmp_path, *argv):
     "Run bench.py -> its records"
     out = tmp_path / f"{argv[0]}.jsonl"
     before = len(out.read_text().splitlines()) if out.exists() else 0
-    bench.main([*argv, f"--out={out}", "--device=cpu", "--dtype=float32"])
+    bench.main([*argv, f"--out={out}", *CPU])
     rows = [json.loads(line, parse_constant=pytest.fail) for line in out.read_text().splitlines()]  # without NaN: strict parsers refuse it
     assert len(rows) > before and all(r["what"] == argv[0] and r["hardware"] for r in rows)
     return rows[before:]
@@ -4232,12 +4233,12 @@ def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, c
     (alone,) = bench_run(tmp_path, "compare", flags, "--set=max_steps=9", "--variant=attn_out=identity", "--seeds=1", "--points=1")
     assert alone["params"] == min(a["params"], b["params"]) and alone["steps"] == 9 and "| baseline |" in capsys.readouterr().out
     flags = common(bench_data, f"block_size=4800,batch_tokens=4800,max_steps=1,{small}")  # all there is: none to predict the last
-    fails(capsys, lambda: bench.main(["compare", flags, "--device=cpu"]), "has 4,800 tokens, one window takes 4801: lower block_size")
+    fails(capsys, lambda: bench.main(["compare", flags, *CPU]), "has 4,800 tokens, one window takes 4801: lower block_size")
     for model, text, words in (("gpt", f"block_size=96,batch_tokens=256,max_steps=1,{small}", "256 is no multiple of block_size=96"),
                                ("shaq", "n_embd=8,bptt=500,batch=100,max_steps=1", "bptt=500: expected at most the 431 tokens")):
-        fails(capsys, lambda: bench.main(["compare", f"--model={model}", common(bench_data, text), "--device=cpu"]), words)
+        fails(capsys, lambda: bench.main(["compare", f"--model={model}", common(bench_data, text), *CPU]), words)
     for text, word in (("", "batch_tokens"), ("batch_tokens=256,block_size=32,eval_tokens=64,max_steps=1,", "eval_windows than the first")):
-        argv = ["compare", common(bench_data, text + small), "--variant=size=nano", "--variant=size=gpt2_book", "--device=cpu"]
+        argv = ["compare", common(bench_data, text + small), "--variant=size=nano", "--variant=size=gpt2_book", *CPU]
         fails(capsys, lambda: bench.main(argv), f"another {word}")
 
 
@@ -4486,7 +4487,7 @@ def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
 def test_bench_says_what_cannot_be_before_it_measures(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "load_dataset", lambda *a: pytest.fail("the data are read"))
     (tmp_path / "file").write_text("x")
-    main = lambda *argv: lambda: pd.run(lambda: bench.main([*argv, "--device=cpu", "--dtype=float32"]))
+    main = lambda *argv: lambda: pd.run(lambda: bench.main([*argv, *CPU]))
     fails(capsys, main("compare", f"--out={tmp_path}/file/x.jsonl"), "file")
     out = f"--out={tmp_path}/x.jsonl"
     fails(capsys, main("scaling", out, "--sizes=1x16,2x20"), "n_embd=20 must be a multiple of n_head=4, by an even number")
@@ -4625,8 +4626,8 @@ def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monke
     for line in ("piqa | acc | 7 | 64.3 | 50.0 | -14.3", "piqa | acc_norm | 7 | 64.3 | 65.3 | +1.0", "piqa | bits | 7 | – | 2.0000 | –",
                  "blimp | acc | – | 80.0 | 90.0 | +10.0"):
         assert f"| {line} |\n" in printed, line
-    fails(capsys, lambda: bench.main(["eval", argv[1], "--tasks=pica", "--device=cpu"]), "did you mean piqa?", "--include_path=FOLDER")
-    fails(capsys, lambda: bench.main([*argv[:-1], "--include_path=mine", "--device=cpu"]), "--include_path=mine is no folder")
+    fails(capsys, lambda: bench.main(["eval", argv[1], "--tasks=pica", *CPU]), "did you mean piqa?", "--include_path=FOLDER")
+    fails(capsys, lambda: bench.main([*argv[:-1], "--include_path=mine", *CPU]), "--include_path=mine is no folder")
     # a tag, or a group without a mean: the scores of its tasks
     found = dict(results={"a": {"acc,none": 0.25}, "b": {"acc,none": 0.5, "alias": "b"}, "blimp": {"alias": "blimp"}})
     assert [(r["task"], r["value"]) for r in bench_run(tmp_path, *argv)] == [("a", 0.25), ("b", 0.5)]
@@ -4639,12 +4640,12 @@ def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monke
     def refuses(lm, **kw):
         raise ValueError("Duplicate task 'piqa'")
     monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", refuses)
-    fails(capsys, lambda: bench.main([*argv, "--device=cpu"]), "error: eval: Duplicate task 'piqa'")
+    fails(capsys, lambda: bench.main([*argv, *CPU]), "error: eval: Duplicate task 'piqa'")
     monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", unittest.mock.Mock(side_effect=OSError("no route\nto host")))
-    fails(capsys, lambda: bench.main([*argv, "--device=cpu"]), "load its data (no route)", "--include_path")
+    fails(capsys, lambda: bench.main([*argv, *CPU]), "load its data (no route)", "--include_path")
     fails(capsys, lambda: asked["lm"].loglikelihood_rolling([]), "scores multiple choice")
     save_model(tmp_path / "shaq.pt", tiny_shaq())
-    fails(capsys, lambda: bench.main(["eval", f"--ckpt={tmp_path}/shaq.pt", "--device=cpu"]), "shaq.pt is a checkpoint of train_shaq.py")
+    fails(capsys, lambda: bench.main(["eval", f"--ckpt={tmp_path}/shaq.pt", *CPU]), "shaq.pt is a checkpoint of train_shaq.py")
 
 
 def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, capsys, monkeypatch):
@@ -4765,7 +4766,7 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     for argv in (["compare", "--set=size=dva_book"], ["compare", "--set=dataset=x", "--set=data_dir=y"], ["compare", "--model=shaq"],
                  ["scaling", "--sizes=dva_book,gpt2_book", "--variants=dense"]):
         with pytest.raises(SystemExit):
-            bench.main([*argv, "--device=cpu", "--dtype=float32"])
+            bench.main([*argv, *CPU])
     assert asked == [("warandpeace", "data"), ("x", "y"), ("pysource", "data"), ("warandpeace", "data")]
     monkeypatch.setattr(bench, "load_dataset", lambda *a: None)
     monkeypatch.setattr(bench, "Trainer", lambda kind, typed, *a: made.append(typed) or SimpleNamespace(steps=1))
@@ -4773,7 +4774,7 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     def compared(*argv):
         made.clear()
         with pytest.raises(AttributeError):  # of the stand-in, where the first run begins, with the baseline once more
-            bench.main(["compare", *argv, "--device=cpu", "--dtype=float32"])
+            bench.main(["compare", *argv, *CPU])
         return made[:-1]
 
     assert [(t["attn_out"], t["n_embd"], t["max_steps"]) for t in compared()] == [(out, 64, 100) for out in bench.OUTS]
@@ -4847,7 +4848,7 @@ def test_bench_compare_asks_a_gpu_for_the_same_sums_each_time(monkeypatch):
                                                    *bench.COMMANDS[name][1:]))
     for argv in (["params"], ["params", "compare"]):
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-        bench.main([*argv, "--device=cpu"])
+        bench.main([*argv, *CPU])
     assert asked[1:] == [None, ":4096:8", ":4096:8"]
 
 
@@ -4995,7 +4996,7 @@ def test_bench_eval_of_a_local_task(tmp_path, capsys):
     save_model(tmp_path / "ckpt.pt", model, settings=dict(size="nano"))
     argv = ["eval", f"--ckpt={tmp_path}/ckpt.pt", "--tasks=letters", f"--include_path={tmp_path}"]
     if importlib.util.find_spec("lm_eval") is None:
-        return fails(capsys, lambda: bench.main([*argv, "--device=cpu"]), "pip install lm_eval")
+        return fails(capsys, lambda: bench.main([*argv, *CPU]), "pip install lm_eval")
     draw = random.Random(1)
     docs = [dict(q="".join(draw.choices("abc ", k=8)).strip() or "a", choices=["".join(draw.choices("xyz", k=3)) for _ in range(3)],
                  gold=draw.randrange(3)) for _ in range(20)]
