@@ -1840,14 +1840,9 @@ def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, dat
         assert sorted(os.listdir(tmp_path / name)) == ["ckpt.pt", "log.jsonl"]
 
 
-class Stops:
-    "A StopSignal that comes in the third step"
-    reads = 0
-
-    @property
-    def number(self):
-        self.reads += 1
-        return 15 * (self.reads == 3)
+def stops(n=3):
+    "StopSignals that come in the n-th step"
+    return lambda: type("Stops", (), dict(number=property(lambda self, reads=itertools.count(1): 15 * (next(reads) == n))))()
 
 
 def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far(train, tmp_path, monkeypatch):
@@ -1867,7 +1862,7 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far(train, tmp_p
             *_, log = train(*flags, out="drift")
         assert list(losses(log)[0]) == list(range(end)) and list(losses(log)[1]) == [0, end]
     with monkeypatch.context() as patch:
-        patch.setattr(train_gpt, "StopSignal", type("Late", (Stops,), dict(reads=-20)))
+        patch.setattr(train_gpt, "StopSignal", stops(23))
         assert train(*flags, out="parts")[0] == 130  # at step 23: it was not yet decided
     shutil.copytree(tmp_path / "parts", tmp_path / "more")
     assert "will do" not in train("--resume", "--max_steps=99", out="more")[1]  # steps typed are all taken
@@ -2040,7 +2035,8 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
         path.write_bytes(content)
         one_line(train("--resume"), "ckpt.pt", "no checkpoint of these scripts, or a damaged one")
         assert path.read_bytes() == content
-    torch.save(dict(kind="GPT", config=Code(str(tmp_path / "ran")), model={}, data={}), path)
+    code = type("Code", (), dict(__reduce__=lambda self: (os.mkdir, (str(tmp_path / "ran"),))))()  # runs when the pickle is read
+    torch.save(dict(kind="GPT", config=code, model={}, data={}), path)
     one_line(train("--resume"), "ckpt.pt", "no checkpoint of these scripts, or a damaged one")
     assert not (tmp_path / "ran").exists()
     save_model(path, tiny_shaq())
@@ -2058,27 +2054,14 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     one_line(train("--resume"), "ckpt.pt", "other parameters", "(h.0.attn.alpha, h.0.attn.beta, ", "..): another version")
 
 
-class Code:
-    "What a pickle can be: code that runs when it is read"
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 def test_train_resume_with_other_data_of_that_name_is_one_line(train, tmp_path):
-    def prepare(text):
-        (tmp_path / "text").write_text(text)
-        pd.main(["--input", str(tmp_path / "text"), "--name=changing", f"--data_dir={tmp_path}"])
-
-    flags = "--dataset=changing", f"--data_dir={tmp_path}"
-    prepare("first " * 999)
-    assert train(*flags)[0] == 0
-    prepare("other " * 999)
-    one_line(train("--resume", "--max_steps=9", *flags[1:]), "ckpt.pt", "changing", "SHA-256", "prepare the same data")
-    pd.prepare(str(tmp_path / "changing"), "changing", "byte", b"first " * 999, "", percent=(80,))  # the same text, split elsewhere
-    one_line(train("--resume", "--max_steps=9", *flags[1:]), "5,394 byte tokens", "4,795 byte tokens", "prepare the same data")
+    prepare = lambda text, *percent: pd.prepare(str(tmp_path / "changing"), "changing", "byte", text * 999, "", percent=percent)
+    prepare(b"first ", 90)
+    assert train("--dataset=changing", f"--data_dir={tmp_path}")[0] == 0
+    for text, percent, words in ((b"other ", 90, ("ckpt.pt", "changing", "SHA-256")),
+                                 (b"first ", 80, ("5,394 byte tokens", "4,795 byte tokens"))):  # the same text, split elsewhere
+        prepare(text, percent)
+        one_line(train("--resume", "--max_steps=9", f"--data_dir={tmp_path}"), *words, "prepare the same data")
 
 
 def test_train_folder_that_cannot_be_written_is_one_line(train, tmp_path):
@@ -2963,7 +2946,7 @@ def test_train_stopped_just_before_an_evaluation_makes_it_on_resume_wherever_it_
     script, run = either
     whole = losses(ended(run(out="whole"))[3])
     with monkeypatch.context() as patch:
-        patch.setattr(script, "StopSignal", Stops)
+        patch.setattr(script, "StopSignal", stops())
         status, out, *_ = run(out="cut")
         assert status == 130 and "; saved step 3" in out
         patch.setattr(script, "write_or_warn", lambda path, f: False)  # a full disk: what is not saved is not said to be
