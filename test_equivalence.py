@@ -3338,9 +3338,9 @@ def write(path, tokens, vocab=256):
 
 
 @contextlib.contextmanager
-def server(body, ranges=True, cut=(), rate=None, length=True, part=None):
-    """Serve body on 127.0.0.1; the n-th reply stops after cut[n] bytes, and one that goes on from somewhere after part. Yields (url, list of
-    Range headers seen)."""
+def server(body, ranges=True, cut=(), pause=lambda: None, length=True, part=None):
+    """Serve body on 127.0.0.1; the n-th reply stops after cut[n] bytes, and one that goes on from somewhere after part; pause() follows
+    each 64 KB. Yields (url, list of Range headers seen)."""
     seen = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -3363,7 +3363,7 @@ def server(body, ranges=True, cut=(), rate=None, length=True, part=None):
             with contextlib.suppress(OSError):
                 for i in range(start, min(start + stop, end), 1 << 16):
                     self.wfile.write(body[i:min(i + (1 << 16), start + stop, end)])
-                    time.sleep(rate or 0)
+                    pause()
 
         def log_message(self, *args):
             pass
@@ -3561,7 +3561,7 @@ def test_data_no_network_names_the_ways_out(corpus, capsys, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_data_interrupt_is_one_line_and_keeps_the_part(number, tmp_path):
-    with server(bytes(1 << 22), rate=0.1) as (url, _):
+    with server(bytes(1 << 22), pause=lambda: time.sleep(0.1)) as (url, _):
         command = [sys.executable, pd.__file__, "enwik8", f"--url={url}", f"--data_dir={tmp_path}"]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,  # a shell lets what it starts by & ignore Ctrl-C
                                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
@@ -3639,11 +3639,18 @@ pd.DATASETS["enwik8"] = pd.Source(sys.argv.pop(), "gpt2", 9, ("sha256", ""), rev
 pd.main(sys.argv[1:])"""
     os.makedirs(f"{data}/enwik8")
     Path(f"{data}/enwik8/train.bin.99.tmp").write_bytes(b"of a killed one")
-    with server(packed, rate=0.2) as (url, seen):
+    second_waits = threading.Event()
+    with server(packed, pause=lambda: second_waits.wait(60)) as (url, seen):
         flags = [sys.executable, "-c", code, "enwik8", "--tokenizer=byte", f"--data_dir={data}", url]
-        runs = [subprocess.Popen(flags, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for _ in range(2)]
-        errors = [run.communicate()[1] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0] and sum("waiting for another" in e for e in errors) == 1, errors
+        start = lambda: subprocess.Popen(flags, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        first = start()
+        while first.poll() is None and not seen:
+            time.sleep(0.02)
+        second = start()
+        assert "waiting for another" in second.stderr.readline()
+        second_waits.set()
+        errors = [run.communicate()[1] for run in (first, second)]
+    assert first.returncode == second.returncode == 0, errors
     d = pd.load_dataset("enwik8", data)
     assert np.concatenate([d.train[:], d.val[:], d.test[:]]).astype(np.uint8).tobytes() == text and seen == [None]
     assert not [name for name in os.listdir(f"{data}/enwik8") if name.endswith(".tmp")]
