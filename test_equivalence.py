@@ -2594,16 +2594,27 @@ def test_shaq_qrnn_is_eq_5_to_9(window):
     assert torch.equal(last_inputs, X[:, 5:])
 
 
-def test_shaq_block_is_figure_2_written_out():
-    block = tiny_shaq().blocks[2]
-    h = torch.randn(2, 5, 16)
-    x, (hn, cn) = block.rnn(block.ln_start(h))
-    m, x = block.ln_mem(x), block.ln_mid(x)
-    x = x + block.attn(x, m)[0]
-    x = block.ln_ff(x) + block.ff(block.ln_xff(x))
-    out, ((h_last, c_last), memory) = block(h)
-    torch.testing.assert_close(out, x)
-    assert torch.equal(memory, m) and torch.equal(h_last, hn[0]) and torch.equal(c_last, cn[0])
+@pytest.mark.parametrize("preset, more", [*((p, {}) for p in SHAQ_PRESETS), ("no_boom", dict(rnn_residual=True)),
+                                          ("shaq", dict(rnn_residual=False))])
+def test_shaq_blocks_are_figure_2_written_out(preset, more):
+    "And, of shaq alone, the residual of figure 9, whatever the recurrence; dropout is inside it"
+    model, h = tiny_shaq(preset, **more), torch.randn(2, 5, 16)
+    residual = more.get("rnn_residual", preset == "shaq")
+    for block in model.blocks:
+        n, m = block.ln_start(h), None
+        y, (hn, cn) = block.rnn(n)
+        x = residual * n + y
+        if block.attn is not None:
+            m, x = block.ln_mem(x), block.ln_mid(x)
+            x = x + block.attn(x, m)[0]
+        if block.ff is not None:
+            x = block.ln_ff(x) + block.ff(block.ln_xff(x))
+        out, ((h_last, c_last), memory) = block(h)
+        torch.testing.assert_close(out, x)
+        assert torch.equal(h_last, hn[0] if block.is_lstm else hn) and torch.equal(c_last, cn[0] if block.is_lstm else cn)
+        assert memory is m is None or preset == "mean_mem" or torch.equal(memory, m)
+    block = tiny_shaq(preset, dropout=0.5, **more).blocks[0].train()
+    assert (block(h)[0] == block.ln_start(h)).any() == (residual and block.ff is None)
 
 
 @pytest.mark.parametrize("preset, places", [("sharnn", 2 + 4 * 3 + 3), ("shaq", 2 + 4 * 1 + 3)])
@@ -2620,19 +2631,6 @@ def test_shaq_dropout_is_everywhere_it_was_published(preset, places, monkeypatch
     assert on_weights == [0.5, 0.0] and len(shapes) == 2 * places and shapes.count((2, 1, 5, 16)) == 2
     shapes = shapes[:places]
     assert shapes.count((2, 5, 64)) == 4 * (preset == "sharnn")
-
-
-def test_shaq_residual_is_the_flag_of_shaq_alone():
-    assert [p for p in SHAQ_PRESETS if SHAQConfig(**SHAQ_PRESETS[p]).rnn_residual] == ["shaq"]
-    block = tiny_shaq("shaq").blocks[0]                     # attends not, no feed-forward: h = LN(h); h + QRNN(h)
-    h = torch.randn(2, 5, 16)
-    n = block.ln_start(h)
-    torch.testing.assert_close(block(h)[0], n + block.rnn(n)[0])
-    assert (tiny_shaq("shaq", dropout=0.5).blocks[0].train()(h)[0] == n).any()  # dropout is inside the residual
-    for preset, residual in (("no_boom", False), ("no_boom", True), ("shaq", False)):  # whatever the recurrence
-        block = tiny_shaq(preset, rnn_residual=residual).blocks[0]
-        n = block.ln_start(h)
-        torch.testing.assert_close(block(h)[0], residual * n + block.rnn(n)[0])
 
 
 @pytest.mark.parametrize("preset", SHAQ_PRESETS)
