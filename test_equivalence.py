@@ -2242,7 +2242,7 @@ def test_fopool_extreme_gates_and_nan_in_its_channel(path):
 # segments (4 chunks each)
 @needs_triton
 @pytest.mark.parametrize("dtype,tol", [(torch.float32, 2e-6), (torch.float16, 1e-3)])
-@pytest.mark.parametrize("B,T,H,act,chunk,segments", [(2, 1, 3, True, 16, 1), (1, 37, 33, True, 16, 1), (1, 18, 5, True, 4, 2),
+@pytest.mark.parametrize("B,T,H,act,chunk,segments", [(2, 1, 3, True, 16, 1), (1, 11, 33, True, 4, 1), (1, 18, 5, True, 4, 2),
                                                       (1, 34, 4, False, 4, 3)])
 def test_fopool_triton_equals_torch(B, T, H, act, chunk, segments, dtype, tol, monkeypatch):
     monkeypatch.setattr(kernels, "FO_CHUNK", chunk)
@@ -4768,7 +4768,7 @@ def test_bench_records_are_one_commands_last_run_and_survive_a_line_cut_short(tm
             bench.record(args, n=n)
         assert [r["n"] for r in bench.records(path.parent, "x", None)] == [0, 1]
     with open(path, "a") as f:
-        f.write('{"run": "c", "what": "decode"}\n{"run": "b", "n": 2}')
+        f.write('{"run": "b", "n": 2}\n{"run": "c", "what": "decode"}')  # another command's is not the last run
     assert [r["n"] for r in bench.records(path.parent, "x", None)] == [0, 1, 2] and bench.records(path.parent, "x", "a") == [dict(run="a")]
 
 
