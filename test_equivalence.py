@@ -68,6 +68,7 @@ if kernels.triton is not None:  # Triton 3.6's interpreter takes int() of an arr
 torch.set_num_threads(1)  # what is computed here is so small that threads cost more than they save, ten times as much beside other work
 machine("cpu", "float32")  # as in the scripts, freed memory is kept: a matrix of 64 MB costs half of the time that fresh pages do
 os.environ["OMP_NUM_THREADS"] = "1"  # nor in the processes that tests start; bit for bit wants equally many
+os.environ["no_proxy"] = "127.0.0.1"  # where http_proxy is set, the tests' own server is not behind it
 GPU = torch.device("cuda")
 ABSENT = "mps" if torch.cuda.is_available() else "cuda"  # a device that is not there
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -134,6 +135,7 @@ def refuses(call, *words, kind=ValueError):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+    RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state  # the same whichever tests ran before
     torch.set_float32_matmul_precision("highest")  # a run on a GPU, in an earlier test, has set another
 
 
