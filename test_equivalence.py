@@ -824,7 +824,7 @@ def test_gpt_of_nanogpts_kind_has_its_parameters_and_its_logits():
         S = (q @ k.mT / math.sqrt(d // h)).masked_fill(torch.ones(T, T).triu(1) > 0, -math.inf).softmax(-1)
         x = x + linear((S @ v).transpose(1, 2).reshape(2, T, d), "attn.c_proj")
         x = x + linear(F.gelu(linear(norm(x, "ln_2"), "mlp.c_fc"), approximate="tanh"), "mlp.c_proj")
-    torch.testing.assert_close(model(idx), norm(x, "ln_f") @ w["wte.weight"].T)
+    assert error(model(idx), norm(x, "ln_f") @ w["wte.weight"].T) < 1e-12
 
 
 def test_gpt_impossible_settings_are_one_line():
@@ -881,7 +881,7 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     before = {k: v.clone() for k, v in m.state_dict().items()}
     folded = fold_hadamard(m)
     x, y = m(idx), folded(idx)
-    assert x.std() > 0.1 and (x - y).abs().max() < 1e-5 * max(1, x.abs().max())
+    assert x.std() > 0.1 and (x - y).abs().max() < 1e-6 * max(1, x.abs().max())
     assert folded.config.attn_out == "head_hadamard" and not folded.training
     assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
     assert torch.equal(fold_hadamard(torch.compile(m))(idx), y)
@@ -1096,7 +1096,7 @@ def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
         for f, cache in ((compiled, mine), (model.hidden, theirs)):
             x = [f(idx[:, :5], cache)] + [f(idx[:, i:i + 1], cache, i) for i in range(5, 12)]  # position i becomes symbolic on the way
             cache.append(torch.cat(x, 1))
-    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mine, theirs)
     for names in writes[1:]:  # one write to each tensor: of two inductor would make a copy of all of it
         assert len(names) == len(set(names)) == 2 * model.config.n_layer
     torch._dynamo.reset()
@@ -1122,7 +1122,7 @@ def test_gpt_training_compiles_without_a_graph_break(config):
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
         model.zero_grad(set_to_none=True)
-    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(*results)
 
 
 def test_peak_flops_knows_cards_by_whole_words(monkeypatch):
@@ -1207,7 +1207,7 @@ def test_gpt_cache_filled_in_pieces(attn, pos, out):
     for n in (5, 3, 1):
         parts.append(m(idx[:, start:start + n], cache=cache, pos=start))
         start += n
-    assert error(torch.cat(parts, 1), m(idx).detach()) < 1e-7  # RoPE works in fp32
+    assert error(torch.cat(parts, 1), m(idx).detach()) < 1e-12
 
 
 def says(**what):
@@ -1416,10 +1416,10 @@ def test_dva_is_the_papers_equations_pair_by_pair(attn, n_head):
             heads.append(torch.stack(out))
         rows.append(torch.cat(heads, -1))
     y, z = layer(x), torch.stack(rows)
-    assert (y - z).abs().max() < 1e-10
+    assert (y - z).abs().max() < 1e-12
     leaf = x, layer.c_attn.weight
     for a, b in zip(torch.autograd.grad(y, leaf, dy), torch.autograd.grad(z, leaf, dy)):
-        assert (a - b).abs().max() < 1e-10
+        assert (a - b).abs().max() < 1e-12
 
 
 def test_dva_peak_memory_grows_as_attentions_does():
@@ -1660,7 +1660,7 @@ def test_train_clips_beside_frozen_parameters_and_evaluation_leaves_each_mode():
     norm = model_py.clip_(m, 1e-3)
     assert norm == pytest.approx(torch.cat([g.flatten() for g in grads]).norm().item(), rel=1e-5)
     clipped = torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]).norm().item()
-    assert len(grads) < len(list(m.parameters())) and clipped == pytest.approx(1e-3, rel=1e-2)
+    assert len(grads) < len(list(m.parameters())) and clipped == pytest.approx(1e-3, rel=1e-5)
     p = nn.Parameter(torch.ones(3, device="meta"))  # a device for which PyTorch has no foreach, as Apple's
     p.grad = torch.ones_like(p)
     assert model_py.clip_(nn.ParameterList([p]), 1e-3).is_meta
@@ -1692,7 +1692,7 @@ def test_train_evaluation_by_hand():
         found = train_gpt.evaluate(m.train(), tokens, n, 2, m_, which)
         rows = torch.from_numpy(np.stack([tokens[i * 16:i * 16 + 17] for i in windows]))
         assert m.training
-        assert found == pytest.approx(F.cross_entropy(m.eval()(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item(), rel=1e-5)
+        assert found == pytest.approx(F.cross_entropy(m.eval()(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item())
 
 
 def test_train_logs_what_it_says(train, tmp_path, data_dir, monkeypatch):
@@ -1811,7 +1811,7 @@ def test_train_micro_batches_do_not_change_the_curve(train):
     logs = [train("--dropout=0", f"--micro_batch={n}", out=f"out{n}")[3] for n in (1, 4, 99)]
     assert logs[2][0]["settings"]["micro_batch"] == 99  # not 8, all that there are here: resumed elsewhere it may be more
     curves = [(*losses(log), {r["step"]: r["norm"] for r in log if "norm" in r}) for log in logs]  # AdamW would forgive a wrong norm
-    assert all(a == pytest.approx(b, abs=2e-5) for curve in curves[1:] for a, b in zip(curves[0], curve))
+    assert all(a == pytest.approx(b, abs=5e-6) for curve in curves[1:] for a, b in zip(curves[0], curve))
 
 
 KILLED = """
@@ -2207,7 +2207,7 @@ def test_fopool_16_bit_error_is_output_rounding(dtype, ulp):
         h, c = _fo_call([x.requires_grad_() for x in inputs])
         grads = torch.autograd.grad([h, c], inputs, [dh, dc])
         assert h.dtype == dtype and c.dtype == torch.float32 and grads[-1].dtype == torch.float32
-        assert error(c, c_ref) < 1e-5 and error(grads[-1], ref[-1]) < 1e-5
+        assert error(c, c_ref) < 1e-6 and error(grads[-1], ref[-1]) < 1e-6
         for x, r in zip((h, *grads[:-1]), (h_ref, *ref[:-1])):
             assert x.dtype == dtype and error(x, r) <= 1.02 * max(error(r.to(dtype), r), ulp / 8)
 
@@ -2791,7 +2791,7 @@ def test_shaq_runs_under_bf16_autocast(preset):
             loss, state = model(idx[:, start:start + 8], idx[:, start + 1:start + 9], detach_state(state))
             loss.backward()
             total += loss.item() / 3
-    assert loss.dtype == torch.float32 and abs(total - exact.item()) < 0.05
+    assert loss.dtype == torch.float32 and abs(total - exact.item()) < 0.01
     assert all(t.dtype == torch.bfloat16 for t in tensors(state[2][1]))              # memory takes half the room
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
@@ -2917,7 +2917,7 @@ def test_train_shaq_evaluation_by_hand():
     m, tokens = tiny_shaq("shaq", dropout=0.5).train(), torch.randint(11, (181,)).numpy()
     found = train_shaq.evaluate(m, tokens, 2**62, dict(bptt=20), machine("cpu", "float32"), streams=2)  # 4 windows of 20, one of 10
     rows = torch.from_numpy(np.stack([tokens[:91], tokens[90:]]))
-    assert m.training and found == pytest.approx(m.eval()(rows[:, :-1], rows[:, 1:])[0].item(), rel=1e-5)
+    assert m.training and found == pytest.approx(m.eval()(rows[:, :-1], rows[:, 1:])[0].item())
     third = replace(machine("cpu", "float32"), rank=2, world=3)  # fewer streams than processes: each reads all, and asks no other
     assert train_shaq.evaluate(m, tokens, 2**62, dict(bptt=20), third, streams=2) == found
 
