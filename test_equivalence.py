@@ -1332,7 +1332,7 @@ def test_shapes_agree_on_the_meta_device(config):
 @pytest.mark.parametrize("out", ["hadamard", "head_hadamard", "identity"])
 def test_gpt_residual_stream_starts_as_with_the_dense_layer(out):
     "What each attention adds to it before any training is as large as what the dense projection adds"
-    sizes, idx = {}, torch.randint(0, 97, (4, 32))
+    sizes, idx = {}, torch.randint(0, 97, (16, 32))  # of 4 windows one seed in twelve is 10% off, of 16 none of 24 more than 6%
     for attn_out in ("dense", out):
         m = GPT(GPTConfig(n_layer=3, n_head=4, n_embd=192, block_size=32, vocab_size=97, attn_out=attn_out))
         for i, block in enumerate(m.h):
