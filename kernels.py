@@ -233,7 +233,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     r, transform = _blocks(x, n_head, heads_only)
     dtype = reduce(torch.promote_types, [x.dtype, torch.float32] + ([] if alpha is None else [alpha.dtype]))
     dalpha, dbeta = (x.new_zeros(1, x.shape[1], dtype=dtype) for _ in range(2))
-    ones, w = x.new_ones(1, r, dtype=dtype), x.new_empty(r, x.shape[1], dtype=dtype)
+    ones, w, part = x.new_ones(1, r, dtype=dtype), x.new_empty(r, x.shape[1], dtype=dtype), torch.empty_like(dbeta)
     wide, narrow = (None, None) if dtype == x.dtype else (torch.empty_like(w), x.new_empty(r, x.shape[1]))  # for g; for alpha * g
     dx = x if alpha is None else torch.empty_like(x)  # written to with alpha alone
     if alpha is not None:
@@ -241,12 +241,14 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     for X, g, o in reversed(list(zip(x.split(r), dy.split(r), dx.split(r)))):  # what was written last may still be in cache
         n = len(g)
         g = g.to(dtype) if wide is None else wide[:n].copy_(g)  # a residual's gradient may be of any dtype
-        dbeta.addmm_(ones[:, :n], g)  # on one thread up to 2.5 times faster than sum(0); in place autocast leaves it in fp32
+        # on one thread up to 2.5 times faster than sum(0); with out= autocast leaves it in fp32. Each block's sum by itself: addmm_ would
+        # go on from the last one row by row, and 65,536 equal gradients came out 6e-4 off
+        dbeta.add_(torch.mm(ones[:, :n], g, out=part))
         if alpha is not None:
             v = torch.mul(g, alpha, out=w[:n])
             transform(v if wide is None else narrow[:n].copy_(v), o)
         u = transform(X) if alpha is None else X
-        dalpha.addmm_(ones[:, :n], torch.mul(u if wide is None else w[:n].copy_(u), g, out=w[:n]))
+        dalpha.add_(torch.mm(ones[:, :n], torch.mul(u if wide is None else w[:n].copy_(u), g, out=w[:n]), out=part))
     sums = dalpha[0] * scale, dbeta[0]
     return sums if alpha is None else (dx, *sums)
 
@@ -254,8 +256,9 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 # -----------------------------------------------------------------------------
 # Triton path. A row of d numbers is cut into NT = M * P tiles of W, P a power of two; a program holds R rows of all tiles in registers.
 #     inside a tile    H_W. INNER = 2: by one tensor-core product with a matrix of +-1 made in registers (16-bit input, more than _FEW rows,
-#                      d <= 1024). INNER = 1: by butterflies (the rest, the norm, all gradients). INNER = 0: not at all. 16-bit times +-1 is
-#                      exact and sums are fp32, so nothing is rounded to 16 bits before the very end, as it would be for a second product.
+#                      d <= 1024, a multiple of 64 but for m). INNER = 1: by butterflies (the rest, the norm, all gradients). INNER = 0: not
+#                      at all. 16-bit times +-1 is exact and sums are fp32, so nothing is rounded to 16 bits before the very end, as it
+#                      would be for a second product.
 #     across tiles     H_M (x) H_P, plain additions of whole tiles in fp32: no shuffles, no shared memory, no padding for orders like 12.
 # Tile n holds the elements (a, n, c), all a and c, of a row seen as (A, NT, C), so A > 1 puts the factor across tiles in the middle:
 # H_A (x) H_NT (x) H_C. That is the layer's H for 16 heads of 96 = 12 * 8. A mix over heads alone is NT = h, INNER = 0. There a program
@@ -367,7 +370,7 @@ if triton is not None:
     def _hadamard_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
                          C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr):
         "out = alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; one read, one write"
-        row = tl.program_id(0) * R + tl.arange(0, R).to(tl.int64)
+        row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
         base = row[:, None] * D + col[None, :]
@@ -388,7 +391,7 @@ if triton is not None:
         """out = residual + alpha * scale * (x @ H) + beta and normed = LayerNorm(out), or RMSNorm; stats (2, N): each row's mean and
         1 / deviation. A program holds whole rows, so both norms' sums cost no memory: two reads and two writes, where the transform and
         an addition fused with the norm make three of each. Heads of 96 stand in tiles of 128: CW > C, and the lanes beyond C idle."""
-        row = tl.program_id(0) * R + tl.arange(0, R).to(tl.int64)
+        row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW
         base = row[:, None] * D + col[None, :]
@@ -670,7 +673,7 @@ def _hadamard_grads(x: torch.Tensor, dy: torch.Tensor, scale: float, n_head: int
 @torch.library.custom_op(f"{NAMESPACE}::hadamard_kept", mutates_args=())
 def _hadamard_kept(x: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, scale: float, n_head: int,
                    heads_only: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    "-> alpha * scale * u + beta, u = x @ H"
+    "-> (alpha * scale * u + beta, u), u = x @ H"
     _check_orders(x.shape[1], n_head, heads_only)
     u = x.new_empty(x.shape)
     return _transform_torch(x, alpha, beta, None, scale, n_head, heads_only, u), u
@@ -807,7 +810,7 @@ def _(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_on
 def _norm_backward_torch(out, stats, dout, dnormed, alpha, weight, has_shift, dtype, scale, rms, n_head, heads_only, dstats=None):
     mean, rstd = stats[:, :, None]                                                         # (N, 1)
     unit = (out - mean) * rstd                                                             # (N, d)
-    g = dnormed * weight
+    g = dnormed * weight.to(torch.promote_types(weight.dtype, stats.dtype))                # two in 16 bits would round, and fp16 overflow
     dy = g - unit * (g * unit).mean(-1, keepdim=True)
     dy = rstd * (dy if rms else dy - g.mean(-1, keepdim=True)) + dout
     if dstats is not None:  # from the derivative of this very formula
@@ -925,7 +928,7 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     and what the next one starts from, in one pass. rms = True takes RMSNorm.
 
     x (..., d); residual of its shape, any float dtype, often wider; alpha, beta, weight and shift (d,). Returns (y in residual's dtype, its
-    norm in x's). Differentiable to second order in all six. In bf16 it moves 8 bytes an element, two steps 12,
+    norm in x's). Differentiable to any order in all six. In bf16 it moves 8 bytes an element, two steps 12,
     which are what other widths take: see hadamard_norm_is_fused.
     """
     _reverse_mode_only("hadamard_affine_norm")
@@ -979,7 +982,7 @@ def _fo_gates_torch(scratch, banks, t, act):
     for row, bank in zip(scratch, banks):
         row.copy_(bank[:, t:t + row.size(1)])
     if act:
-        # tanh x = 2 sigmoid(2x) - 1 takes a quarter of torch.tanh's time on a CPU, and is off by 2e-7 at most in fp32
+        # tanh x = 2 sigmoid(2x) - 1 takes a quarter of torch.tanh's time on a CPU, and is off by 2e-7 at most in fp32, absolute
         scratch[0].mul_(2)
         scratch.sigmoid_()
         scratch[0].mul_(2).sub_(1)

@@ -266,6 +266,24 @@ def test_hadamard_norm_and_its_gradients_beside_a_residual_of_any_dtype():
             assert error(normed, F.layer_norm(y.double(), (64,), *(v.double() for v in VECTORS[2:]))) < 1e-6
 
 
+def test_hadamard_norm_gradient_is_of_fp32_products_where_all_is_in_16_bits():
+    for dtype, most in ((torch.bfloat16, 1e-6), (torch.float16, 1e-6)):
+        x, residual, g = torch.randn(9, 64).to(dtype), 1000 * torch.randn(9, 64), (4000 * torch.randn(9, 64) + 9000).to(dtype)
+        weight, one, r = torch.full((64,), 30.0).to(dtype), torch.ones(64, dtype=dtype), residual.requires_grad_()
+        _, normed = hadamard_affine_norm(x, one, one, r, weight, one, n_head=2)  # g * weight is above fp16's range
+        y, _ = hadamard_affine_norm(x, one, one, residual.detach(), weight, one, n_head=2)
+        exact = y.double().requires_grad_()
+        wanted, = torch.autograd.grad(F.layer_norm(exact, (64,), weight.double()), exact, g.double())
+        assert error(torch.autograd.grad(normed, r, g)[0], wanted) < most
+
+
+def test_hadamard_gradients_of_vectors_are_summed_block_by_block():
+    "Row after row, equal gradients came out 3e-4 off in fp32"
+    dy, u = torch.full((2**15, 768), 0.1), torch.full((2**15, 768), 3.0)
+    dx, dalpha, dbeta = kernels._grads_torch(u, dy, 1.0, 1, False, torch.ones(768))
+    assert error(dbeta, dy.double().sum(0)) < 1e-5 and error(dalpha, (u.double() * dy).sum(0)) < 1e-5
+
+
 def test_hadamard_gradients_of_vectors_stay_in_fp32_inside_autocast():
     x, dy, alpha, beta = torch.randn(50, 64), torch.randn(50, 64), torch.randn(64).requires_grad_(), torch.randn(64).requires_grad_()
     outside = torch.autograd.grad(hadamard_affine(x, alpha, beta), (alpha, beta), dy)
@@ -607,6 +625,15 @@ def test_hadamard_affine_norm_is_its_parts(rms):
 
     assert all(error(a, b) < 1e-12 for a, b in zip(fused(*leaf), parts(*leaf))) and torch.autograd.gradcheck(fused, leaf)
     assert torch.autograd.gradgradcheck(fused, leaf)
+    y = leaf[0] + hadamard_affine(leaf[1], *leaf[2:4], n_head)  # third derivatives; PyTorch's norms have wrong ones, so they are written out
+    unit = y if rms else y - y.mean(-1, keepdim=True)
+    unit = unit * (unit.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    found = []
+    for normed in (fused(leaf[1], leaf[0], *leaf[2:])[1], unit * leaf[4] + (0 if rms else leaf[5])):
+        for _ in range(3):
+            normed = sum(g.square().sum() for g in torch.autograd.grad(normed.square().sum(), leaf[:2], create_graph=True))
+        found.append(normed)
+    assert found[0].item() == pytest.approx(found[1].item(), rel=1e-9)
     for i in (0, 1):  # the other output unused
         a, b = (torch.autograd.grad(f(*leaf)[i].square().sum(), leaf, allow_unused=True) for f in (fused, parts))
         assert all(error(p, torch.zeros_like(p) if q is None else q) < 1e-11 or not p.any() for p, q in zip(a, b))
@@ -964,11 +991,13 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
     "Some of them used to be computed: values of more positions than there are keys, one target for a whole window"
     q, long = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 9, 8)
     for wrong in ((q, q, long), (q, long, q), (q, q[:, :2], q[:, :2]), (q, q.reshape(4, 2, 3, 8), q.reshape(4, 2, 3, 8)), (long, q, q),
-                  (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q), (q, q, q, q), (q, q, q, None, q)):
-        refuses(lambda: attention(*wrong), "expected q, q_r (B, h, T, w)", "got q (2, 4, ")
+                  (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q), (q, q, q, q), (q, q, q, None, q),
+                  (q, q[..., :4], q), (q, q, q[..., :4], q, q), (q[:, :, :1], q, q, None, None, 0.0, torch.zeros(1, 2))):
+        refuses(lambda: attention(*wrong), "expected q (B, h, T, w)", "got q (2, 4, ")
     refuses(lambda: attention(q, q, q, dropout=1.0), "dropout=1.0", "below 1")  # blocks divide by 1 - dropout
     refuses(lambda: attention(q, q, q.to("meta")), "attention", "cpu, cpu, meta")  # it returned memory that nothing had written
-    refuses(lambda: attention(q[0], q[0], q[0]), "expected q, q_r (B, h, T, w)", "got q (4, 3, 8)")
+    for few in (q[0], q[0, 0]):
+        refuses(lambda: attention(few, few, few), "expected q (B, h, T, w)", f"got q {tuple(few.shape)}")
     idx, m = torch.zeros(1, 5, dtype=torch.int64), GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=11, block_size=5))
     for targets in (idx[:, :1], idx[0], idx.repeat(2, 1)):
         refuses(lambda: m(idx, targets), "targets have shape", "expected that of idx, (1, 5)")
