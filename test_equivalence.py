@@ -3110,6 +3110,9 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         assert not subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stderr
     one, two = losses(whole)[0], losses(records(tmp_path / "parts"))[0]
     assert len(one) == 25 and one == two
+    tokens, epochs = ([r[k] for r in whole if "loss" in r] for k in ("tokens", "epoch"))
+    epoch = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 4 * 4
+    assert epochs == [sum(tokens[:i]) // epoch for i in range(25)] and max(epochs) >= 1  # of each step: the epoch that it reads
     ckpt = torch.load(tmp_path / "parts/ckpt.pt", weights_only=True)
     group = ckpt["optimizer"]["param_groups"][0]
     assert ckpt["step"] == 25 and ckpt["epoch"] >= 1 and ("max_norm" in group) == (optimizer == "lamb") and group["weight_decay"] == 1.2e-6

@@ -351,9 +351,6 @@ def main():
         loss, norm, stopping, pace = m.mean(figures).tolist()
         if not math.isfinite(loss + norm):
             fail(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}")
-        at += T
-        if at >= length:  # the next epoch starts with nothing remembered
-            at, epoch, state = 0, epoch + 1, None
 
         now = time.perf_counter()
         dt, clock = now - clock, now
@@ -368,6 +365,9 @@ def main():
             log(step=step, epoch=epoch, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu,
                 minutes=minutes)
         minutes += dt / 60
+        at += T
+        if at >= length:  # the next epoch starts with nothing remembered
+            at, epoch, state = 0, epoch + 1, None
         if stopping:
             if save(step + 1, path):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
