@@ -1292,6 +1292,7 @@ class Machine:
     rank: int            # this process among the world of torchrun's
     world: int
     note: str            # what was chosen and why
+    net: object = None   # what parallel() made
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -1308,19 +1309,17 @@ class Machine:
         return self.mean(torch.tensor(float(done), device=self.device)).item() > 1 - 0.5 / self.world
 
     def parallel(self, model):
-        "model, with its gradients averaged over all processes"
-        if self.world == 1:
-            return model
-        net = nn.parallel.DistributedDataParallel(model, [self.device.index] if self.device.type == "cuda" else None,
-                                                  gradient_as_bucket_view=True)
-        net.broadcast_buffers = False  # they are constants; the argument of this name is deprecated from torch 2.13 on
-        return net
+        "From here on self.net is model, with its gradients averaged over all processes"
+        self.net = model
+        if self.world > 1:
+            self.net = nn.parallel.DistributedDataParallel(model, [self.device.index] if self.device.type == "cuda" else None,
+                                                           gradient_as_bucket_view=True)
+            self.net.broadcast_buffers = False  # they are constants; the argument of this name is deprecated from torch 2.13 on
 
     def leave(self):
         """End the process group, all processes together: one that goes while another still counts on it can abort that one. A barrier, as
-        it moves no tensor of Python's: gloo's thread may still hold one while Python ends, cannot give it back, and aborts. Delete what
-        parallel() made first: it holds the group, which would otherwise end as Python does, under Python's lock, and wait there for a
-        thread that may wait for that lock (a hang, seen once)."""
+        it moves no tensor of Python's: gloo's thread may still hold one while Python ends, cannot give it back, and aborts."""
+        self.net = None  # it holds the group, which would end as Python does, under its lock, and wait for a thread that may wait for that
         if self.world > 1:
             torch.distributed.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
             torch.distributed.destroy_process_group()

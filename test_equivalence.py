@@ -1732,7 +1732,7 @@ def test_train_logs_what_it_says(train, tmp_path, data_dir, monkeypatch):
     (tmp_path / "mine/meta.json").write_text(json.dumps(meta))
     monkeypatch.setattr(train_gpt, "peak_flops", lambda m: (1e9, "here"))
     # the other processes wait here for what only the first one can fail at: its log
-    monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: model if records(tmp_path / "out") else None)
+    monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: setattr(m, "net", model if records(tmp_path / "out") else None))
     seeds, real = [], torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda n: seeds.append(n) or real(n))
     _, said, _, (first, *log) = train("--size=tiny", "--lr=0.02", f"--data_dir={tmp_path}")
@@ -3030,7 +3030,7 @@ def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
     meta = json.loads(path.read_text())
     path.write_text(json.dumps(meta | dict(bytes=meta["bytes"] | dict(val=3 * meta["tokens"]["val"], test=5 * meta["tokens"]["test"]))))
     monkeypatch.setattr(train_shaq, "peak_flops", lambda m: (1e9, "here"))
-    monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: model if records(tmp_path / "out") else None)
+    monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: setattr(m, "net", model if records(tmp_path / "out") else None))
     seconds, evaluate = itertools.count(), train_shaq.evaluate
     monkeypatch.setattr(train_shaq, "time", SimpleNamespace(perf_counter=seconds.__next__))
     monkeypatch.setattr(train_shaq, "evaluate", lambda *a, **kw: [next(seconds) for _ in range(50)] and evaluate(*a, **kw))

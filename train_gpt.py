@@ -232,7 +232,7 @@ def main():
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
                   dict(settings=s, config=c, params=model.num_params(), machine=m.note, versions=versions), ckpt and first,
                   evaluated is not None)
-    net = m.parallel(model)  # here the others wait for rank 0, whose log may be taken: before StopSignal torchrun ends them at once
+    m.parallel(model)  # here the others wait for rank 0, whose log may be taken: before StopSignal torchrun ends them at once
     say(m.note)
     say(f"{s['size']}, {c['attn']}, {c['attn_out']}: {model.num_params():,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
@@ -249,8 +249,6 @@ def main():
 
     def fail(what):
         "On every rank: all have the same figures"
-        nonlocal net
-        net = None
         m.leave()
         kept = f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
         die(f"{what}. Lower --lr or raise --warmup_steps; {kept}")
@@ -291,9 +289,9 @@ def main():
             start = (i * m.world + m.rank) * micro
             x, y = windows(step, slice(start, start + micro))
             if m.world > 1:
-                net.require_backward_grad_sync = i == accumulate - 1
+                m.net.require_backward_grad_sync = i == accumulate - 1
             with m.autocast():
-                part = net(x, y) / accumulate
+                part = m.net(x, y) / accumulate
             part.backward()
             loss += part.detach()
         if step == first:
@@ -324,7 +322,6 @@ def main():
             if save(step + 1):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
                     + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={quote(s['out_dir'])}"))
-            del net
             m.leave()
             raise SystemExit(130)
         step += 1
@@ -333,7 +330,6 @@ def main():
     # at the end: a sample, and where everything lies
     if m.device.type == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
-    del net
     m.leave()
     if m.rank == 0:
         try:

@@ -277,7 +277,7 @@ def main():
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
                   dict(settings=s, config=c, params=sum(parts.values()), machine=m.note, versions=versions),
                   first if resume else None, evaluated is not None)
-    net = m.parallel(model)  # here the others wait for rank 0, whose log may be taken: before StopSignal torchrun ends them at once
+    m.parallel(model)  # here the others wait for rank 0, whose log may be taken: before StopSignal torchrun ends them at once
     say(m.note)
     say(f"{s['preset']}: {c['n_layer']} blocks of width {c['n_embd']}, {sum(parts.values()):,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in parts.items()) + ")")
@@ -295,8 +295,6 @@ def main():
 
     def fail(what):
         "On every rank: all have the same figures"
-        nonlocal net
-        net = None
         m.leave()
         kept = f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
         die(f"{what}. Lower --lr or raise --warmup_steps; {kept}")
@@ -336,7 +334,7 @@ def main():
             group["lr"] = lr
         x, y = read(data.train, streams, length, at, T, m.device)
         with m.autocast():
-            loss, state = net(x, y, state)
+            loss, state = m.net(x, y, state)
         loss.backward()
         state = detach_state(state)
         if step == first:
@@ -372,7 +370,6 @@ def main():
             if save(step + 1, path):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
                     + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={quote(s['out_dir'])}"))
-            del net
             m.leave()
             raise SystemExit(130)
         step += 1
@@ -391,7 +388,6 @@ def main():
             + f", of its first {s['eval_tokens']:,} {unit}s alone" * (s["eval_tokens"] < len(data.test) - 1))
         if m.rank == 0:
             log(step=step, test_loss=test, test_bits_per_byte=bpc)
-    del net
     m.leave()
     if m.rank == 0:
         try:
