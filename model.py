@@ -483,10 +483,7 @@ class GPT(nn.Module):
         if c.n_embd % c.n_head or (c.pos == "rope" and c.n_embd // c.n_head % 2):
             raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}, by an even number where pos is rope")
         if c.attn_out == "head_hadamard":
-            try:
-                hadamard_matrix(c.n_head)
-            except ValueError as e:
-                raise ValueError(f"attn_out=head_hadamard, n_head={c.n_head}: {e}") from None
+            _check_order(c.n_head, "n_head")
         if c.attn != "mha" and c.attn_out != "dense":
             raise ValueError(f"attn={c.attn} has no output projection for attn_out={c.attn_out} to replace: drop one of the two")
         if c.init == "torch" and c.attn_out not in ("dense", "none"):
