@@ -769,7 +769,7 @@ def main(argv=None):
     parser.add_argument("--data_dir", default="data", help="where data sets lie")
     parser.add_argument("--url", help="mirror to download from (fineweb10B: the folder that holds the shards)")
     parser.add_argument("--from_file", help="local copy instead of a download (fineweb10B: the folder of the shards)")
-    parser.add_argument("--shards", type=int, help="fineweb10B: training shards of 100M tokens, 1 to 103 (default 1)")
+    parser.add_argument("--shards", type=number(int, 1, 103), help="fineweb10B: training shards of 100M tokens, 1 to 103 (default 1)")
     args = parser.parse_args(argv)
 
     dataset = args.dataset or "pysource"
@@ -783,19 +783,18 @@ def main(argv=None):
     if not re.fullmatch(r"\w[\w.-]*", name):
         die(f"--name {name!r} is no folder name: take letters, digits, _ - .")
     source = DATASETS[dataset]
-    if (args.url or args.from_file) and (args.input or not source.url):
+    if (args.url or args.from_file) and not source.url:
         die("--url and --from_file are for data sets that are downloaded; your own text: --input FILE... --name NAME")
     if args.url and args.from_file:
         die("--url and --from_file name two sources: type one of the two")
     if args.from_file and not (os.path.isdir if dataset == "fineweb10B" else os.path.isfile)(args.from_file):
         die(f"--from_file={args.from_file} does not exist or is no {'folder' if dataset == 'fineweb10B' else 'file'}")
-    if args.shards is not None and (dataset != "fineweb10B" or args.input):
+    if args.shards and dataset != "fineweb10B":
         die("--shards is for fineweb10B")
-    shards = 1 if args.shards is None else args.shards
     url = pathlib.Path(args.from_file).absolute().as_uri() if args.from_file else (args.url or source.url).rstrip("/")
     tokenizer, folder = args.tokenizer or source.tokenizer, os.path.join(args.data_dir, name)
-    if dataset == "fineweb10B" and (tokenizer != "gpt2" or not 1 <= shards <= 103):
-        die("fineweb10B is tokenised with gpt2 already, and has --shards from 1 to 103")
+    if dataset == "fineweb10B" and tokenizer != "gpt2":
+        die("fineweb10B is tokenised with gpt2 already")
     for path in args.input or ():
         if os.path.realpath(path) in [os.path.realpath(os.path.join(folder, n)) for n in ("train.bin", "val.bin", "meta.json")]:
             die(f"{path} would be written over: the prepared data goes there; take another --name")
@@ -806,7 +805,7 @@ def main(argv=None):
         elif dataset == "pysource":
             prepare(folder, name, tokenizer, *pysource())
         elif dataset == "fineweb10B":
-            prepare_fineweb(folder, name, url, shards)
+            prepare_fineweb(folder, name, url, args.shards or 1)
         else:
             raw, sha256 = fetch(dataset, folder, url)
             if dataset == "warandpeace":  # today's edition has DOS line ends, which open(...).read() would turn into \n
