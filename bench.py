@@ -395,7 +395,7 @@ class Trainer:
         if kind == "gpt":
             self.T = self.model.config.block_size
             self.B, extra = divmod(s["batch_tokens"], self.T)
-            if extra or self.B < 1:
+            if extra:
                 die(f"batch_tokens={s['batch_tokens']} is no multiple of block_size={self.T}")
             self.micro = max(i for i in range(1, min(s["micro_batch"], self.B) + 1) if self.B % i == 0)
             self.windows = train_gpt.Windows(data.train, self.T, self.B, seed, m.device)

@@ -200,7 +200,7 @@ def main():
     micro = min(s["micro_batch"], max(1, B // m.world))
     if "micro_batch" not in typed and B % m.world == 0:
         micro = max(i for i in range(1, micro + 1) if B // m.world % i == 0)
-    if extra or B < 1 or B % (micro * m.world):
+    if extra or B % (micro * m.world):
         least = T * micro * m.world
         other = "" if ckpt else f"{max(1, s['batch_tokens'] // least) * least}, or "  # a resumed run keeps its batch
         die(f"--batch_tokens={s['batch_tokens']} is no multiple of block_size {T} x micro_batch {micro} x {m.world} processes = {least}: "
