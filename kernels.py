@@ -1207,9 +1207,8 @@ if triton is not None:
                 fs = fs + (tl.load(f_ptr + at, m, float("inf") if ACT else 1.0),)
                 if not SUMMARY:
                     zs = zs + (tl.load(z_ptr + at, m, 0.0),)
-                if dh_ptr is not None or not SUMMARY:
-                    os = os + (tl.load(o_ptr + at, m, 0.0),)
                 if dh_ptr is not None:
+                    os = os + (tl.load(o_ptr + at, m, 0.0),)
                     gs = gs + (tl.load(dh_ptr + (b * T + t0 + u) * H + i, m, 0.0),)
             if not SUMMARY:
                 c = tl.load(edge_ptr + (t0 // U * B + b) * H + i, live, 0.0)
