@@ -83,6 +83,7 @@ ZERO_SHOT = {  # v1, table 4, in percent: dense, Hadamard. It does not say wheth
 }
 OUTS = ["dense", "hadamard", "head_hadamard", "identity"]  # head_hadamard is also what fold_hadamard makes of a trained hadamard
 GPTS = [s for s in SIZES if s not in BOOK]  # the sizes of [1], and nano
+HEADS = {SIZES[s]["n_embd"]: SIZES[s]["n_head"] for s in GPTS}  # of each width
 
 # -----------------------------------------------------------------------------
 # Shared: flags, tables, records, the clock
@@ -696,7 +697,7 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
 
 
 def affine_rows(args, m, d):
-    h = next((c["n_head"] for c in SIZES.values() if c["n_embd"] == d), 1)
+    h = HEADS.get(d, 1)
 
     def random(*shape, grad=False, dtype=m.dtype):
         return torch.randn(shape, device=m.device).to(dtype).requires_grad_(grad)
@@ -892,8 +893,7 @@ def bench_code(args):
     issue while the bytes that must move do so at nine tenths of its memory's rate."""
     start(args)
     dtype = "fp32" if args.dtype == "float32" else "bf16"
-    heads = {SIZES[s]["n_embd"]: SIZES[s]["n_head"] for s in GPTS}
-    known("--widths", map(str, args.widths), [str(d) for d in sorted(heads)])
+    known("--widths", map(str, args.widths), [str(d) for d in sorted(HEADS)])
     if kernels.triton is None:
         die("code needs Triton: pip install triton")
     args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}, torch {torch.__version__}"
@@ -904,7 +904,7 @@ def bench_code(args):
              ("its gradients, the loop", "pool backward", None, 7, 1)]
     rows, start_time, n = [], time.perf_counter(), 0
     with compilers(min(8, os.cpu_count() or 1)) as pool:
-        jobs = [[pool.submit(code_of, kind, args.sm, dtype, *(() if "pool" in kind else (d, heads[d], only)))
+        jobs = [[pool.submit(code_of, kind, args.sm, dtype, *(() if "pool" in kind else (d, HEADS[d], only)))
                  for d in (args.widths if "pool" not in kind else args.widths[:1])] for _, kind, only, _, _ in kinds]
         for (name, kind, only, moved, of_loop), row in zip(kinds, jobs):
             cells = []

@@ -4351,6 +4351,7 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
 def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_data, capsys, monkeypatch):
     monkeypatch.setattr(bench, "CACHE", 2**20)
     monkeypatch.setitem(SIZES, "nano", SMALL)
+    monkeypatch.setitem(bench.HEADS, 32, 2)
     monkeypatch.setitem(SHAQ_PRESETS, "mean_mem", SHAQ_PRESETS["mean_mem"] | dict(mean_window=100))
     real, layers = bench.timed, {}
 
