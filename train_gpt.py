@@ -153,7 +153,7 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
     with evaluating(model), m.autocast():
         for i in range(m.rank * micro_batch, n, m.world * micro_batch):
             x, y = stack(tokens, windows[i:i + micro_batch], T, m.device)
-            total += torch.tensor([model(x, y).item() * len(x), len(x)])
+            total += torch.tensor([model(x, y).item() * len(x), len(x)], dtype=total.dtype)
     total = m.mean(total.to(m.device) if m.device.type == "cuda" else total)  # NCCL reduces on the GPU; Apple's GPUs have no fp64
     return (total[0] / total[1]).item()
 
