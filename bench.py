@@ -456,7 +456,7 @@ class Trainer:
             if len(self.data.val) <= self.T:
                 die(f"the validation data has {len(self.data.val):,} tokens, one window takes {self.T + 1}: lower block_size")
             return train_gpt.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.micro, self.m, self.s["eval_windows"])
-        return train_shaq.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.s, self.m)
+        return train_shaq.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.T, self.m)
 
     def run(self, what, points=10):
         """All steps -> (curve, tokens/s). The curve: [step, training loss since the last point, validation loss, FLOPs, seconds in steps];

@@ -2944,11 +2944,11 @@ def test_train_shaq_reads_the_streams_in_windows():
 
 def test_train_shaq_evaluation_by_hand():
     m, tokens = tiny_shaq("shaq", dropout=0.5).train(), torch.randint(11, (181,)).numpy()
-    found = train_shaq.evaluate(m, tokens, 2**62, dict(bptt=20), machine("cpu", "float32"), streams=2)  # 4 windows of 20, one of 10
+    found = train_shaq.evaluate(m, tokens, 2**62, 20, machine("cpu", "float32"), streams=2)  # 4 windows of 20, one of 10
     rows = torch.from_numpy(np.stack([tokens[:91], tokens[90:]]))
     assert m.training and found == pytest.approx(m.eval()(rows[:, :-1], rows[:, 1:])[0].item())
     third = replace(machine("cpu", "float32"), rank=2, world=3)  # fewer streams than processes: each reads all, and asks no other
-    assert train_shaq.evaluate(m, tokens, 2**62, dict(bptt=20), third, streams=2) == found
+    assert train_shaq.evaluate(m, tokens, 2**62, 20, third, streams=2) == found
 
 
 def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_shaq_here, tmp_path, monkeypatch):
@@ -3008,7 +3008,7 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
     later = {i: v for i, v in losses(log)[1].items() if i}
     assert best["step"] == min(later, key=later.get) != 12 and best["best"] == min(later.values())
     data = pd.load_dataset("three", str(tmp_path / "data"))
-    wanted = [train_shaq.evaluate(model_of(best), split, 400, dict(bptt=20), machine("cpu", "float32"), streams=n)
+    wanted = [train_shaq.evaluate(model_of(best), split, 400, 20, machine("cpu", "float32"), streams=n)
               for split, n in ((data.val, 16), (data.test, 8))]
     assert [best["best"]] + [r["test_loss"] for r in log if "test_loss" in r] == pytest.approx(wanted)
     assert status == 0 and re.search(r"test, best checkpoint: \d\.\d+ bits per byte, of its first 400 bytes alone\n", said)

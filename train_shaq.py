@@ -147,18 +147,18 @@ def eval_streams(tokens, eval_tokens, streams):
     return streams, total // streams
 
 
-def evaluate(model, tokens, eval_tokens, s, m, streams=16):
+def evaluate(model, tokens, eval_tokens, bptt, m, streams=16):
     """Loss in nats per token over the split's first eval_tokens, read in order with state and memory carried: the published evaluation.
     (That divides by the tokens of a stream, one more than it predicts: 3e-6 less on enwik8's validation split.)"""
     streams, length = eval_streams(tokens, eval_tokens, streams)
     mine = range(m.rank, streams, m.world) if streams >= m.world else range(streams)
-    state, loss, T = None, 0.0, s["bptt"]
+    state, loss = None, 0.0
     with evaluating(model), m.autocast():
-        for at in range(0, length, T):
-            n = min(T, length - at)
-            x, y = read(tokens, mine, length, at, n, m.device)
+        for at in range(0, length, bptt):
+            T = min(bptt, length - at)
+            x, y = read(tokens, mine, length, at, T, m.device)
             nats, state = model(x, y, state)
-            loss = loss + (nats if m.device.type == "mps" else nats.double()) * n  # Apple's GPUs have no fp64
+            loss = loss + (nats if m.device.type == "mps" else nats.double()) * T  # Apple's GPUs have no fp64
     if streams < m.world:  # each process has read all of them
         return (loss / length).item()
     return (m.mean(loss * len(mine) / length) * m.world / streams).item()
@@ -309,7 +309,7 @@ def main():
     while True:
         last = step >= s["max_steps"]
         if step != evaluated and (last or step % s["eval_interval"] == 0):
-            val = evaluate(model, data.val, s["eval_tokens"], s, m)
+            val = evaluate(model, data.val, s["eval_tokens"], s["bptt"], m)
             if not val < 700:  # too much for exp, or nan
                 fail(f"step {step}: validation loss {val}")
             bpc = val / math.log(2) / data.bytes_per_token
@@ -382,7 +382,7 @@ def main():
     if best_there:
         model.load_state_dict(load_checkpoint(best_path, "SHAQ")["model"])
     if data.test is not None:
-        test = evaluate(model, data.test, s["eval_tokens"], s, m, streams=8)
+        test = evaluate(model, data.test, s["eval_tokens"], s["bptt"], m, streams=8)
         bpc = test / math.log(2) * len(data.test) / data.meta["bytes"]["test"]
         say(f"test, {'best checkpoint' if best_there else 'last step'}: {bpc:.4f} bits per byte"
             + f", of its first {s['eval_tokens']:,} {unit}s alone" * (s["eval_tokens"] < len(data.test) - 1))
