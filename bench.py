@@ -596,7 +596,7 @@ def bench_compare(args):
                     "lower lr or raise warmup_steps")
             runs[i].append(dict(
                 model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=t.params,
-                tokens=steps[i] * t.step_tokens, val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token,
+                tokens=sum(t.tokens), val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token,
                 tokens_per_s=tokens_per_s, peak_mib=t.peak.mib(), compiled=args.compile, dataset=data.name,
                 bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), paper=paper_quality(kind, t), curve=curve))
             record(args, **runs[i][-1])

@@ -4214,7 +4214,7 @@ def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data, capsys):
         a, b = sorted(bench_run(tmp_path, "compare", *flags, "--equal=flops"), key=lambda r: r["index"])
         if model == "shaq":
             assert [r["preset"] for r in (a, b)] == ["sharnn", "shaq"] and [r["paper"] for r in (a, b)] == [1.208, 1.18]
-            assert a["tokens"] == a["steps"] * 4 * train_shaq.average_length(7, 16)
+            assert a["tokens"] == 4 * sum(train_shaq.window_length(7, i, 16) for i in range(a["steps"]))
             assert "| `preset=shaq` |" in (out := capsys.readouterr().out) and f"| {b['steps']} | 1.18 bpc | {b['val_loss']:.4f} |" in out
         assert a["seed"] == b["seed"] == 7 and b["steps"] > a["steps"] and abs(b["curve"][-1][3] / a["curve"][-1][3] - 1) < 0.5 / a["steps"]
 

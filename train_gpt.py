@@ -112,7 +112,7 @@ def build(s, c, data, m):
 
 
 # -----------------------------------------------------------------------------
-# Data: each epoch takes every window of block_size tokens once, in an order drawn from (seed, epoch)
+# Data: each epoch takes the windows of block_size tokens once, in an order drawn from (seed, epoch), but for what fills no last step
 
 
 class Windows:
