@@ -764,7 +764,7 @@ def main(argv=None):
     parser = Parser(prog="prepare_data.py", description=__doc__)
     parser.add_argument("dataset", nargs="?", help=f"{', '.join(DATASETS)}; without any: pysource")
     parser.add_argument("--input", nargs="+", action="extend", metavar="FILE", help="your own files instead of a named data set")
-    parser.add_argument("--name", help="folder to write in DATA_DIR, the name to train with (that of the data set)")
+    parser.add_argument("--name", help="of your own files: folder to write in DATA_DIR, the name to train with")
     parser.add_argument("--tokenizer", choices=VOCAB_SIZE, help="byte, but gpt2 for warandpeace and fineweb10B")
     parser.add_argument("--data_dir", default="data", help="where data sets lie")
     parser.add_argument("--url", help="mirror to download from (fineweb10B: the folder that holds the shards)")
@@ -776,9 +776,9 @@ def main(argv=None):
     name = args.name or dataset
     if dataset not in DATASETS:
         die(f"unknown data set {dataset!r}{nearest(dataset, DATASETS)} (known: {', '.join(DATASETS)}, --input FILE...)")
-    if not args.dataset and bool(args.input) != bool(args.name) or args.dataset and args.input:
+    if bool(args.input) != bool(args.name) or args.dataset and args.input:
         die("--input FILE... goes with a --name of your own and without a named data set")
-    if name.lower() in map(str.lower, DATASETS) and (name != dataset or args.input):  # one folder on most Macs, and on Windows
+    if args.input and name.lower() in map(str.lower, DATASETS):  # one folder on most Macs, and on Windows
         die(f"--name={name} is another data set's: take a --name of your own")
     if not re.fullmatch(r"\w[\w.-]*", name):
         die(f"--name {name!r} is no folder name: take letters, digits, _ - .")
