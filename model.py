@@ -1258,8 +1258,6 @@ class LAMB(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             g = [p.grad for p in w]
-            if any(t.is_sparse for t in g):
-                raise ValueError("LAMB: got a sparse gradient, expected dense ones; make the embedding with sparse=False")
             m = [self.state[p]["exp_avg"] for p in w]
             v = [self.state[p]["exp_avg_sq"] for p in w]
             beta1, beta2 = group["betas"]

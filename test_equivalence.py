@@ -2890,12 +2890,10 @@ def test_lamb_leaves_parameters_without_gradient_survives_a_zero_gradient_and_wa
 
 
 def test_lamb_wants_fp32_and_numbers_that_make_sense():
-    low, optimizer, table = torch.nn.Parameter(torch.randn(3).bfloat16()), LAMB(lamb_parameters()), nn.Embedding(5, 2, sparse=True)
+    low, optimizer = torch.nn.Parameter(torch.randn(3).bfloat16()), LAMB(lamb_parameters())
     refuses(lambda: LAMB([low]), "bfloat16")
     refuses(lambda: optimizer.add_param_group(dict(params=[low])), "bfloat16")
     assert len(optimizer.param_groups) == 1
-    table(torch.tensor([1])).sum().backward()
-    refuses(LAMB(table.parameters()).step, "sparse=False")
     for bad in (dict(lr=-1), dict(eps=0), dict(betas=(0.9, 1.0)), dict(weight_decay=-1)):
         refuses(lambda: LAMB(lamb_parameters(), **bad), "LAMB")
     published = dict(lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25)
