@@ -122,7 +122,7 @@ def start(args):
     if m.world > 1:
         die("bench.py measures one device: start it without torchrun")
     torch.use_deterministic_algorithms(False)  # which compare, named before this command, may have left on
-    torch.backends.cuda.enable_cudnn_sdp(args.what not in ("decode", "eval"))  # it plans for tenths of a second for each new number of keys
+    torch.backends.cuda.enable_cudnn_sdp(args.what not in ("decode", "eval"))  # at each new number of keys it plans for 0.1 s or more
     args.run, args.gpu = time.strftime(f"%Y-%m-%d %H:%M:%S, process {os.getpid()}"), m.device.type == "cuda"
     args.hardware, args.git = hardware(m), git_commit()
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
@@ -862,7 +862,7 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
 
 
 def follow_parent():
-    "For a process of compilers(): Ctrl-C, which all of them get, is its parent's to answer, and it ends when that does"
+    "Run first in each process of compilers(): it ignores Ctrl-C, which its parent, who gets it too, handles, and it ends when that ends"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=lambda: os._exit(multiprocessing.parent_process().join() or 1), daemon=True).start()
 
@@ -1422,7 +1422,7 @@ def bench_eval(args):
     papers = ZERO_SHOT.get(size, {}) if c["attn"] == "mha" and c["attn_out"] in OUTS[:2] else {}
     scores = {task: {key: v for key, v in sorted(values.items()) if isinstance(v, float) and "stderr" not in key}
               for task, values in (found["results"] | found.get("groups", {})).items()}
-    # a tag, or a group that asks for no mean, has no score of its own: then those of its tasks; a group that has one stands for its own
+    # A group with a score of its own hides its tasks; of what was asked for and has none (a tag, a group without a mean) show the tasks
     below = {t for group, children in found.get("group_subtasks", {}).items() if scores.get(group) for t in children}
     for task in args.tasks if all(scores.get(t) for t in args.tasks) else [t for t in scores if t in args.tasks or t not in below]:
         for key, value in scores[task].items():

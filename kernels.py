@@ -26,7 +26,8 @@ try:
 except ImportError:  # Windows, macOS, CPU-only installs: every operator below still works, through PyTorch
     triton = None
 
-# of the operators: the same names in a copy would take these ones' place
+# under which the operators are registered; it has the module's name in it, as a copy of this file that registered the same names would
+# replace these
 NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}" for c in __name__)
 
 

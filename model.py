@@ -156,7 +156,8 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
     return n, P, drop
 
 
-# of the operators: the same names in a copy would take these ones' place
+# under which the operators are registered; it has the module's name in it, as a copy of this file that registered the same names would
+# replace these
 NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}" for c in __name__)
 
 
@@ -282,7 +283,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
         keep = torch.is_grad_enabled() and not torch.compiler.is_compiling() and S <= 4 * (q.size(-1) + v.size(-1))
         return blocked_attention(*flat, seed, dropout, keep)[0].unflatten(0, q.shape[:2])
     if flash:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # bool() leaves a symbol
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # compiled, T > 1 is no bool
     scores = q @ k.mT * q.size(-1) ** -0.5  # T = 1, too: of a fused kernel one multiprocessor alone would read all these wide k and v
     if T > 1:
         scores = scores.masked_fill(q.new_ones(T, T, dtype=torch.bool).triu(1), -math.inf)
@@ -953,7 +954,7 @@ class MemoryAttention(nn.Module):
             H = torch.cat([H, m[:, :n]], dim=1)
             out.append(self.attend(q[:, :n], torch.cat([W, H], dim=1)))             # eq. 3, 4
             if H.size(1) == p:
-                C = last(torch.cat([C, H], dim=1), self.config.mem_len - p)         # eq. 1, at most 5000 - p rows
+                C = last(torch.cat([C, H], dim=1), self.config.mem_len - p)         # eq. 1, at most mem_len - p rows
                 W = C.mean(dim=1, keepdim=True, dtype=torch.promote_types(C.dtype, torch.float32)).to(C.dtype)  # eq. 2
                 H = H[:, :0]
             q, m = q[:, n:], m[:, n:]
@@ -964,7 +965,7 @@ class MemoryAttention(nn.Module):
         and how many positions there were, an int64 tensor (1,). Attention does not ask for the order of what it sees, so a new row takes
         the place of the oldest, and no shape changes. Written in place; unring() makes memory of it again.
 
-        For memory=mean: W and the open window, (B, 1 + p, d), and p positions more where there is a W. It holds until that window closes.
+        For memory=mean: W and the open window, (B, 1 + p, d); the number is p more where there is a W. To be used until that window closes.
         """
         if self.config.memory == "mean":
             (_, W, H), p = memory, self.config.mean_window

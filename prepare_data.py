@@ -90,7 +90,7 @@ def run(main, again=""):
             if words in str(e):
                 die(advice)
         if re.search("gloo.*Connection (closed by peer|reset)", str(e)):
-            die("another process ended, and all have to: what it said, if it could, stands above")
+            die("another process ended, so this one ends too; the error of that one, if it could print it, is above")
         too_much = "out of memory|can't allocate memory|can't start new thread|calculation overflowed"
         if not isinstance(e, MemoryError) and not re.search(too_much, str(e)):
             raise
@@ -269,8 +269,8 @@ class Log:
     checkpoints and the log of the run before it as *.old."""
 
     def __init__(self, path, first, resume_step=None, evaluated=True):
-        """resume_step: keep this run's earlier log up to the records of that step, the rest was never checkpointed; evaluated: nor was an
-        evaluation there, if not."""
+        """resume_step: of this run's earlier log keep what the checkpoint of that step includes: all records of steps before it, and, if
+        evaluated, the evaluation at it (if not, the resumed run makes that)."""
         self.path, self.file = path, open(path, "a+b", buffering=0)
         claim(self.file)
         folder = os.path.dirname(path) or "."
@@ -549,7 +549,7 @@ class Source:
     url: str = ""
     tokenizer: str = "byte"
     size: int = 0
-    digest: tuple = ("sha256", "")  # left out of a new entry, the error says what was found
+    digest: tuple = ("sha256", "")  # leave it out of a new entry: the error then prints the digest to enter
     revised: bytes = b""  # of a text without fixed size and digest: what it must hold, which half of it, or a web page, lacks
     percent: tuple = (90,)  # where train ends and val starts, where val ends and test starts
 

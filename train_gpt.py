@@ -95,7 +95,7 @@ def settle(typed, stored, m):
     unchanged(typed, stored, FREE)
     size = (stored | typed).get("size", s["size"])
     s |= RECIPES.get(size, RECIPES["large"]) | stored | typed
-    s["paced"] |= stored.get("max_steps") not in (None, s.get("max_steps"))  # steps typed on --resume are all taken
+    s["paced"] |= stored.get("max_steps") not in (None, s.get("max_steps"))  # typed on --resume: max_minutes does not cut it
     model = {f.name: s[f.name] for f in fields(GPTConfig) if f.name in s}
     return s, SIZES[s["size"]] | model
 
@@ -140,8 +140,8 @@ def stack(tokens, windows, T, device):
 
 
 def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
-    """Mean loss in nats per token over windows that are spread evenly over the split, its first, or drawn by which, a generator of numpy's;
-    all ranks share the work through the bare model"""
+    """Mean loss in nats per token over eval_tokens of the split, in windows that which chooses: "spread" evenly, the "first", or drawn by a
+    generator of numpy's. All ranks share the work through the bare model"""
     T = model.config.block_size
     count = (len(tokens) - 1) // T
     n = min(count, max(1, eval_tokens // T))
@@ -232,7 +232,9 @@ def main():
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
                   dict(settings=s, config=c, params=model.num_params(), machine=m.note, versions=versions), ckpt and first,
                   evaluated is not None)
-    m.parallel(model)  # here the others wait for rank 0, whose log may be taken: before StopSignal torchrun ends them at once
+    # Here the others wait for rank 0, which ends in Log() if another run has that log. StopSignal comes later, as it would keep the others
+    # from ending when torchrun tells them to
+    m.parallel(model)
     say(m.note)
     say(f"{s['size']}, {c['attn']}, {c['attn_out']}: {model.num_params():,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
