@@ -365,6 +365,13 @@ def shorten(s, asked, step, pace, say):
     s["paced"], s["max_steps"] = True, fits
 
 
+def diverged(m, path, what):
+    """End a run, on every rank, as all have the same figures."""
+    m.leave()
+    kept = f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
+    die(f"{what}. Lower --lr or raise --warmup_steps; {kept}")
+
+
 def git_commit():
     """The commit that runs, '+' behind it where files were changed since; '' outside a git checkout."""
     try:

@@ -24,8 +24,8 @@ import torch
 from kernels import hadamard_path, triton
 from model import (CHOICES, GPT, SIZES, GPTConfig, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine, param_groups,
                    peak_flops)
-from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01, git_commit, load_dataset, number, one_line, report,
-                          run, shorten, unchanged, write_or_warn)
+from prepare_data import (Log, Parser, StopSignal, die, digest, diverged, duration, flag01, git_commit, load_dataset, number, one_line,
+                          report, run, shorten, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; whatever is typed counts.
@@ -249,12 +249,6 @@ def main():
                      evaluated=evaluated == step, settings=s, data=source, versions=versions)
         return m.all(m.rank > 0 or write_or_warn(path, lambda f: torch.save(state, f)))
 
-    def fail(what):
-        "On every rank: all have the same figures"
-        m.leave()
-        kept = f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
-        die(f"{what}. Lower --lr or raise --warmup_steps; {kept}")
-
     # loop
     stop = StopSignal()
     clock, saved = time.perf_counter(), True
@@ -266,7 +260,7 @@ def main():
         if step != evaluated and (last or step % s["eval_interval"] == 0):
             val = evaluate(model, data.val, s["eval_tokens"], micro, m, s["eval_windows"])
             if not val < 700:  # too much for exp, or nan
-                fail(f"step {step}: validation loss {val}")
+                diverged(m, path, f"step {step}: validation loss {val}")
             bits = val / np.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {unit}, perplexity {np.exp(val):.2f}, "
                 f"{bits:.4f} bits per byte")
@@ -307,7 +301,7 @@ def main():
         figures = torch.cat((torch.stack((loss, norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
         loss, norm, stopping, pace = m.mean(figures).tolist()
         if not np.isfinite(loss + norm):
-            fail(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}")
+            diverged(m, path, f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}")
 
         now = time.perf_counter()
         dt, clock = now - clock, now

@@ -26,8 +26,8 @@ import torch
 from kernels import triton
 from model import (LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint, lr_at,
                    machine, peak_flops)
-from prepare_data import (Log, Parser, StopSignal, die, digest, duration, flag01, git_commit, load_dataset, number, one_line, report,
-                          run, shorten, unchanged, write_or_warn)
+from prepare_data import (Log, Parser, StopSignal, die, digest, diverged, duration, flag01, git_commit, load_dataset, number, one_line,
+                          report, run, shorten, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. On CUDA the published ones; elsewhere a model that learns something in three minutes on a CPU.
@@ -295,12 +295,6 @@ def main():
                        best=best, minutes=minutes, evaluated=evaluated == step, state=whole, settings=s, data=source, versions=versions)
         return m.all(m.rank > 0 or write_or_warn(where, lambda f: torch.save(content, f)))
 
-    def fail(what):
-        "On every rank: all have the same figures"
-        m.leave()
-        kept = f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
-        die(f"{what}. Lower --lr or raise --warmup_steps; {kept}")
-
     # loop
     stop = StopSignal()
     clock, saved = time.perf_counter(), True
@@ -313,7 +307,7 @@ def main():
         if step != evaluated and (last or step % s["eval_interval"] == 0):
             val = evaluate(model, data.val, s["eval_tokens"], s["bptt"], m)
             if not val < 700:  # too much for exp, or nan
-                fail(f"step {step}: validation loss {val}")
+                diverged(m, path, f"step {step}: validation loss {val}")
             bpc = val / math.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {unit}, perplexity {math.exp(val):.2f}, "
                 f"{bpc:.4f} bits per byte (bpc)")
@@ -350,7 +344,7 @@ def main():
         figures = torch.cat((torch.stack((loss.detach(), norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
         loss, norm, stopping, pace = m.mean(figures).tolist()
         if not math.isfinite(loss + norm):
-            fail(f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}")
+            diverged(m, path, f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}")
 
         now = time.perf_counter()
         dt, clock = now - clock, now
