@@ -45,7 +45,7 @@ import torch.nn.functional as F
 import kernels
 import train_gpt
 import train_shaq
-from kernels import hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, qrnn_pool
+from kernels import hadamard_affine, hadamard_affine_norm, hadamard_norm_is_fused, hadamard_path, qrnn_pool
 from model import (GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, clip_, detach_state,
                    load_checkpoint, lr_at, machine, model_of, peak_flops)
 from prepare_data import (Parser, die, encode, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
@@ -634,7 +634,7 @@ def bench_kernels(args):
     m = start(args)
     for d in args.widths:
         with one_line():
-            hadamard_matrix(d)
+            kernels._check_order(d)
     for flag, shape in [("pool", s) for s in args.pool] + [("heads", s) for s in args.heads]:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape) or flag == "heads" and int(shape.split("x")[2]) % 12:
             die(f"--{flag}: {shape!r}: expected {'BxTxH, such as 16x1024x1024' if flag == 'pool' else 'BxTxd, d a multiple of 12'}")

@@ -458,7 +458,7 @@ def open_bin(path, hint):
         die(f"{path} does not exist; type: {hint}")
     size = os.path.getsize(path)
     head = np.fromfile(path, "<i4", 3)
-    if len(head) < 3 or size < HEADER or head[0] != MAGIC or head[1] != VERSION:
+    if size < HEADER or head[0] != MAGIC or head[1] != VERSION:
         die(f"{path} is no token file (magic {MAGIC}, version {VERSION} expected); type: {hint}")
     if size != HEADER + 2 * head[2].item() or size == HEADER:
         die(f"{path} is truncated or damaged: its header says {head[2]:,} tokens, the file holds "
@@ -611,7 +611,6 @@ def read(path, utf8=False):
 
 def download(url, part, resume=True):
     """Fetch url into the file part, going on where an earlier attempt stopped if the server can, else afresh."""
-    os.makedirs(os.path.dirname(part), exist_ok=True)
     furthest = os.path.getsize(part) if resume and os.path.exists(part) else 0
     what = re.sub(r"(\.[0-9a-f]{8})?\.part$", "", os.path.basename(part))
     remedy = "give a mirror with --url or a local copy with --from_file"
@@ -719,8 +718,7 @@ def prepare(folder, name, tokenizer, raw, source, sha256=None, percent=(90,), by
     if not all(parts.values()):
         die(f"{source}: {len(raw)} bytes are too few to split into {', '.join(parts)}")
     tokens = {s: tokenize(p, tokenizer, f"{name} {s}") for s, p in parts.items()}
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(os.path.join(folder, "meta.json"))  # never beside .bin files that it does not describe
+    pathlib.Path(folder, "meta.json").unlink(missing_ok=True)  # never beside .bin files that it does not describe
     for s, t in tokens.items():
         write_bin(os.path.join(folder, f"{s}.bin"), t, VOCAB_SIZE[tokenizer])
     sizes = " / ".join(f"{b - a:,}" for a, b in zip(cuts, cuts[1:]))
@@ -757,12 +755,10 @@ def prepare_fineweb(folder, name, url, shards):
             sha256[shard] = hashlib.sha256(np.memmap(used, np.uint8, "r")).hexdigest()
             del t  # Windows renames no file that is mapped
             if used != path and os.path.exists(path):
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(os.path.join(folder, "meta.json"))  # never beside .bin files that it does not describe
+                pathlib.Path(folder, "meta.json").unlink(missing_ok=True)  # never beside .bin files that it does not describe
             os.replace(used, path)
-            for part in os.listdir(folder):
-                if part.startswith(shard) and part.endswith(".part"):  # of another mirror
-                    os.remove(os.path.join(folder, part))
+            for part in pathlib.Path(folder).glob(f"{shard}.*.part"):  # of another mirror
+                part.unlink()
     write_meta(folder, name=name, tokenizer="gpt2", vocab_size=vocab, files=files, tokens=tokens, bytes=size,
                source=url, sha256=sha256, split=f"{shards} + 1 shards, verified without a checksum (none is known)")
 
