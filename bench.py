@@ -810,8 +810,8 @@ ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200 can is
 
 
 def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual="", **flags):
-    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, or "pool", "pool backward"
-    with flags of theirs; residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a thread and of shared memory; ops, the
+    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, or "pool", "pool backward";
+    flags: of the kernel; residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a thread and of shared memory; ops, the
     opcodes with their modifiers in order; instructions an element in all (each) and in the longest loop (loop); far, how many tensors of
     addresses are made with 64-bit offsets; plan. Not in a process that has TRITON_INTERPRET=1."""
     from triton.backends.compiler import GPUTarget
@@ -826,13 +826,14 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
         elements, odd = plan["U"] * plan["D"], ("B", "T")
     else:
         plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind)
-        plan = plan | dict(RMS=False)
+        plan = plan | dict(RMS=False) | flags
         fn = {"grads": kernels._hadamard_grads_kernel, "norm": kernels._hadamard_norm_kernel,
               "norm backward": kernels._hadamard_norm_backward_kernel}.get(kind.removesuffix(" few"), kernels._hadamard_kernel)
         types = dict.fromkeys(("x", "dx", "normed", "dnormed"), rows) | dict(N="i32", scale="fp32", eps="fp32")
         types |= dict.fromkeys(("residual", "out", "dout", "dresidual", "dy"), f"*{residual or dtype}")
         types |= dict.fromkeys(("stats", "weight", "shift", "dalpha", "dbeta", "dweight", "dshift"), "*fp32")
         types |= dict.fromkeys(("pre",) if kind == "pre" else ("alpha", "beta"), "*fp32")
+        types = {n: t for n, t in types.items() if not (plan["RMS"] and "shift" in n)}  # RMSNorm has none
         elements, odd = plan["R"] * min(d, plan["M"] * plan["P"] * plan["W"]), ("N", "scale", "eps")  # of d, not of wider tiles
     signature, constexprs, attrs = {}, {}, {}
     for i, name in enumerate(fn.arg_names):

@@ -439,7 +439,7 @@ if triton is not None:
         and dshift, (G, D) fp32. With _hadamard_grads_kernel, which reads x and dresidual, 22 bytes an element in bf16 beside an fp32
         residual; what torch.compile made of the formula (_norm_backward_torch) and two transforms took some 34. By compiled code 26 to 55
         instructions an element, 69 to 110 keep up with the memory; one row at a time, so that its sums cross few threads: two or more rows
-        took as many shuffles, or spilled. With heads of 96 and a 16-bit residual Triton 3.9 spills 2 numbers on sm_100, elsewhere none."""
+        took as many shuffles, or spilled."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW
         live = None
@@ -551,7 +551,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         if M * P > 32:  # 64 heads at most: more spill, and take minutes to compile
             each //= 2
         if kind in ("norm", "norm backward"):  # up to five sets of numbers: at most 32 a thread in each, up to 32 heads
-            each = 2 if M * P <= 16 else 1
+            each = 2 if M * P <= 16 and (kind == "norm" or CW == C) else 1  # backward two with idle lanes would spill on sm_100
             warps = max(1, W // (32 * each))
         R = 1 if "few" in kind else max(1, each * 32 * warps // W)
     else:

@@ -560,7 +560,7 @@ def test_a_copy_of_an_operator_leaves_the_original_alone(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# Hadamard: the Triton kernels. Interpreted here, as fp32 and fp16: the interpreter's bf16 products are wrong.
+# Hadamard: the Triton kernels. Interpreted here; the interpreter's bf16 cuts off what a GPU rounds, and its products are wrong.
 
 TRITON_LAYERS = [(64, 1, False), (1024, 1, False), (96, 1, False), (768, 12, False), (640, 20, False), (224, 1, False), (96, 8, False),
                  (3072, 24, False), (1536, 16, False), (768, 12, True), (1536, 16, True)]
@@ -597,14 +597,16 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     R = {bits: kernels._plan(d, n_head, heads_only, bits)[0]["R"] for bits in (32, 16)}
     for dtype, N in ((torch.float32, 0), (torch.float32, 1), (torch.float32, R[32] + 1), (torch.float16, 0), (torch.float16, 2),
-                     (torch.float16, R[16] + 1)):
+                     (torch.float16, R[16] + 1), (torch.bfloat16, 2), (torch.bfloat16, R[16] + 1)):
         x, dy = poisoned(torch.randn(N, d).to(dtype))[0], poisoned(torch.randn(N, d).to(dtype))[0]
         alpha, beta, pre = (poisoned(torch.randn(d))[0] for _ in range(3))
         for y, exact in ((kernels._transform_triton(x, alpha, beta, None, scale, n_head, heads_only), alpha * (x.double() @ H) + beta),
                          (kernels._transform_triton(x, None, None, pre, scale, n_head, heads_only), (pre * x.double()) @ H)):
-            floor = error(exact.to(dtype), exact)
-            assert (y.dtype == dtype and y.shape == x.shape
-                    and error(y, exact) <= (1.02 * floor if dtype == torch.float16 else 5e-7)), (dtype, N)
+            cut = dtype == torch.bfloat16 and not torch.cuda.is_available()
+            rounded = (exact.float().view(torch.int32) >> 16 << 16).view(torch.float32) if cut else exact.to(dtype)
+            most = max(5e-7, 1.02 * error(rounded, exact))
+            product = cut and N > 2 and kernels._plan(d, n_head, heads_only, 16)[0]["INNER"] == 2
+            assert y.dtype == dtype and y.shape == x.shape and (product or error(y, exact) <= most), (dtype, N)
         dalpha, dbeta = kernels._grads_triton(x, dy, scale, n_head, heads_only)
         assert error(dalpha, (dy.double() * (x.double() @ H)).sum(0)) < 1e-6 and error(dbeta, dy.double().sum(0)) < 1e-6
         if dtype == torch.float32 and N > 1:
@@ -2272,7 +2274,7 @@ def test_fopool_extreme_gates_and_nan_in_its_channel(path):
 # Interpreted, which costs what T does: T beside the chunk of 16, or of 4, H beside the block (32 or 64), T long enough for two and three
 # segments (4 chunks each)
 @needs_triton
-@pytest.mark.parametrize("dtype,tol", [(torch.float32, 2e-6), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("dtype,tol", [(torch.float32, 2e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("B,T,H,act,chunk,segments", [(2, 1, 3, True, 16, 1), (1, 11, 33, True, 4, 1), (1, 18, 5, True, 4, 2),
                                                       (1, 34, 4, False, 4, 3)])
 def test_fopool_triton_equals_torch(B, T, H, act, chunk, segments, dtype, tol, monkeypatch):
@@ -5158,15 +5160,15 @@ def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys, monkeypatch
 # -----------------------------------------------------------------------------
 # Machine code of the Triton kernels, for GPUs that need not be here
 
-HADAMARD_CODE = [  # most instructions an element, a little above what Triton 3.9 and 3.6 give, and code_of's arguments
+HADAMARD_CODE = [  # most instructions an element (of gradients: the loop's), a little above what Triton 3.9 and 3.6 give, code_of's arguments
     (18, "forward", 90, "bf16", 768, 12, False), (14, "forward", 90, "bf16", 1024, 16, False), (28, "forward", 90, "bf16", 1536, 16, False),
     (25, "forward", 90, "bf16", 2048, 16, False), (33, "forward", 90, "bf16", 2560, 20, False), (19, "forward", 80, "bf16", 768, 12, False),
     (34, "forward", 80, "bf16", 2560, 20, False), (18, "forward", 100, "bf16", 768, 12, False),
     (25, "forward", 100, "fp16", 2048, 16, False), (13, "forward", 90, "bf16", 768, 12, True), (11, "forward", 80, "bf16", 1536, 16, True),
     (25, "forward", 90, "fp32", 1024, 16, False), (29, "pre", 90, "bf16", 768, 12, False), (29, "pre", 80, "bf16", 1536, 16, False),
     (31, "forward", 90, "bf16", 3072, 24, False), (30, "pre", 100, "bf16", 3072, 24, False), (125, "few", 90, "bf16", 768, 12, False),
-    (50, "grads", 90, "bf16", 1024, 16, False), (55, "grads", 80, "bf16", 1536, 16, False), (43, "grads", 90, "bf16", 2560, 20, False),
-    (38, "grads", 100, "bf16", 768, 12, True), (20, "forward", 90, "bf16", 8192, 64, True), (20, "grads", 90, "bf16", 8192, 64, True),
+    (27, "grads", 90, "bf16", 1024, 16, False), (33, "grads", 80, "bf16", 1536, 16, False), (36, "grads", 90, "bf16", 2560, 20, False),
+    (10, "grads", 100, "bf16", 768, 12, True), (20, "forward", 90, "bf16", 8192, 64, True), (14, "grads", 90, "bf16", 8192, 64, True),
     # with residual and norm, 8 bytes an element in bf16 (12 with an fp32 residual), so twice the budget
     (30, "norm", 90, "bf16", 768, 12, True), (49, "norm", 90, "bf16", 768, 12, False), (42, "norm", 80, "bf16", 1024, 16, False),
     (23, "norm", 90, "bf16", 1024, 16, True, "fp32"), (41, "norm", 90, "bf16", 2048, 16, False, "fp32"),
@@ -5174,14 +5176,19 @@ HADAMARD_CODE = [  # most instructions an element, a little above what Triton 3.
     (58, "norm", 90, "bf16", 2560, 20, False), (55, "norm", 80, "bf16", 2560, 20, False, "fp32"),
     (45, "norm", 100, "bf16", 3072, 24, False), (48, "norm", 90, "bf16", 4096, 32, False),
     # their gradients, 10 and 16 bytes: 68 and 108 instructions
-    (54, "norm backward", 80, "bf16", 768, 12, False, "fp32"), (29, "norm backward", 90, "bf16", 1024, 16, True, "fp32"),
-    (49, "norm backward", 100, "bf16", 2048, 16, False), (42, "grads", 90, "bf16", 1024, 16, True, "fp32"),
+    (50, "norm backward", 80, "bf16", 768, 12, False, "fp32"), (25, "norm backward", 90, "bf16", 1024, 16, True, "fp32"),
+    (42, "norm backward", 100, "bf16", 2048, 16, False), (11, "grads", 90, "bf16", 1024, 16, True, "fp32"),
     # heads of 96
     (39, "norm", 90, "bf16", 1536, 16, True), (34, "norm", 80, "bf16", 1536, 16, True, "fp32"), (37, "norm", 100, "bf16", 1536, 16, True),
+    *((55, "norm backward", sm, "bf16", 1536, 16, True) for sm in (80, 90, 100)), (50, "norm backward", 90, "bf16", 1536, 16, True, "fp32"),
+    # few rows; RMSNorm
+    *((most, kind, sm, "bf16", 768, 12, only) for sm in (80, 100) for most, kind, only in ((125, "few", False), (80, "norm few", True))),
+    (160, "norm few", 90, "bf16", 768, 12, False), (46, "norm", 90, "bf16", 768, 12, False, "", "RMS"),
+    (24, "norm backward", 90, "bf16", 1024, 16, True, "fp32", "RMS"), (42, "norm backward", 100, "bf16", 2048, 16, False, "", "RMS"),
 ]
-POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((160, "pool"), (255, "pool backward"))  # most registers
-             for sm, dtype, *flags in ((90, "bf16"), (90, "bf16", "SUMMARY"), (90, "bf16", "SEGMENTED"), (90, "fp32"), (80, "bf16"),
-                                       (100, "bf16"))]
+POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((160, "pool"), (248, "pool backward"))  # most registers
+             for sm, dtype, *flags in (*((sm, dtype) for sm in (80, 90, 100) for dtype in ("bf16", "fp32")), (90, "bf16", "SUMMARY"),
+                                       (80, "fp32", "SUMMARY"), (90, "bf16", "SEGMENTED"), (100, "fp16", "SEGMENTED"), (90, "bf16", "ACT"))]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -5194,7 +5201,7 @@ def compiled(request, tmp_path_factory):
         return
     with bench.compilers(1) as pool:
         os.environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-        jobs = {case: pool.submit(bench.code_of, *case[1:8], **dict.fromkeys(case[8:], True)) for case in cases}
+        jobs = {case: pool.submit(bench.code_of, *case[1:8], **{flag: flag != "ACT" for flag in case[8:]}) for case in cases}
         os.environ.clear()  # the process has its own
         os.environ.update(before)
         yield jobs
@@ -5208,12 +5215,13 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compiled):
         (ceiling, kind, _, dtype, d, *_), code = what, compiled[what].result()
         wide = [sum(op.startswith(memory) and ".128" in op for op in code.ops) for memory in ("LDG", "STG")]
         ops, tiles = [op[:3] for op in code.ops if op.startswith(("LDG", "STG"))], code.plan["M"] * code.plan["P"]
-        print(what, f"{code.each:.1f} instructions an element, {code.registers} registers, stack {code.stack}, {wide} wide")
-        if code.stack or code.each > ceiling or any(op.startswith(("LDL", "STL")) for op in code.ops):
+        print(what, f"{code.each:.1f} instructions an element, the loop {code.loop:.1f}, {code.far} far, {code.registers} registers, stack {code.stack}, {wide} wide")
+        counted = code.loop if kind in ("grads", "norm backward") else code.each
+        if code.stack or counted > ceiling or any(op.startswith(("LDL", "STL")) for op in code.ops):
             faults.append((what, code.each, code.stack))
         if kind == "forward" and dtype != "fp32" and d <= 2048 and min(wide) < tiles:
             faults.append((what, "loads or stores of fewer than 16 bytes", wide))
-        if code.far < {"grads": 4, "norm": 4, "norm backward": 7}.get(kind, 2):  # what lies row by row; no test here has 2^31 elements
+        if code.far < {"grads": 4, "norm": 4, "norm backward": 7 - ("RMS" in what)}.get(kind, 2):  # what lies row by row; no test here has 2^31 elements
             faults.append((what, "32-bit offsets of rows", code.far))
         if code.plan["INNER"] == 2 and (not 0 < code.shared <= 40 * 1024 or not any(op.startswith("HMMA") for op in code.ops)):
             faults.append((what, "fewer than 4 programs of an sm_80's 164 KB, or no matrix instructions", code.shared))
@@ -5230,11 +5238,12 @@ def test_fopool_machine_code_has_no_spills_and_wide_loads(compiled):
     for what in POOL_CODE:
         (ceiling, kind, _, dtype, *_, flag), code = what, compiled[what].result()
         loads = [op for op in code.ops if op.startswith("LDG.E")]
-        print(what, f"the loop {code.loop:.1f} instructions an element, {code.registers} registers, {len(loads)} loads")
+        print(what, f"the loop {code.loop:.1f} instructions an element, {code.far} far, {code.registers} registers, {len(loads)} loads")
         assert code.stack == code.shared == 0 and code.registers <= ceiling
         assert not any(op.startswith(("LDL", "STL")) or op.startswith("LDG") and re.search(r"\.[US](8|16)\b", op) for op in code.ops)
         assert len(loads) >= ((3 if kind == "pool" else 4) - (flag == "SUMMARY")) * kernels.FO_CHUNK
         assert flag or code.loop <= {"pool": 40, "pool backward": 70}[kind] * (1.35 if dtype == "fp32" else 1)
+        assert code.far >= (2 if flag == "SUMMARY" else 4 if kind == "pool" else 6) * kernels.FO_CHUNK  # addresses by 64-bit offsets
 
 
 # -----------------------------------------------------------------------------
