@@ -1126,7 +1126,8 @@ def generate_rows(args, m, copy):
                                                  "or, with --models=shaq, for SHAQ")),
     ("shaq_set", dict(default="", action=Joined, help="the same for SHAQ")),
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile")),
-    ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed"))))
+    ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed")),
+    ("profile", dict(type=flag01, default=False, help="then where one more step's time goes: by operators, on a GPU by kernels"))))
 def bench_train(args):
     "Forward, backward and update of every variant of the three models on random tokens, interleaved: their ratios are of the same minutes."
     m = start(args)
@@ -1150,7 +1151,7 @@ def bench_train(args):
                                       "dva_book": one_head, "dva_book, outer form": one_head | dict(attn="dva_outer")}))
     if "shaq" in args.models:
         groups.append(("shaq", 205, {p: dict(preset=p) | shaq for p in args.presets}))
-    rows, ratios, began = [], [], time.perf_counter()
+    rows, ratios, profiles, began = [], [], {}, time.perf_counter()
 
     def measure(kind, vocabulary, variants):
         if args.compile:
@@ -1185,6 +1186,13 @@ def bench_train(args):
             x = rates[name] / rates[base]
             difference = signed(paper and x - paper)
             ratios.append((f"{name} against {base}", paper and f"{paper:.2f}", f"{x:.2f}", difference, f"{1 / x - 1:+.1%}"))
+        for name in trainers if args.profile else ():
+            with torch.profiler.profile() as p:
+                trainers[name].step(len(trainers[name].tokens))
+            events = [e for e in p.key_averages() if (e.device_type.name == "CUDA") == args.gpu and not e.is_user_annotation]
+            own = {e.key: e.self_device_time_total if args.gpu else e.self_cpu_time_total for e in events}
+            profiles[name] = {op: t / sum(own.values()) for op, t in own.items()}
+            record(args, model=kind, variant=name, profile=profiles[name])
 
     for kind, vocabulary, variants in groups:
         with fits(", ".join(variants)):
@@ -1192,6 +1200,11 @@ def bench_train(args):
     table(args, f"Training steps, {'compiled' if args.compile else 'eager'}; MFU against {peak / 1e12:.3g} TFLOP/s, {source}", [
         "model", "parameters", "tokens a step", "ms", "paper (V100), tokens/s", "tokens/s", "difference", "MFU", "peak MiB"], rows)
     table(args, "Speed ratios of the same run", ["", "paper, times as fast", "measured", "difference", "time a token"], ratios)
+    if profiles:
+        most = {op: max(p.get(op, 0) for p in profiles.values()) for p in profiles.values() for op in p}
+        most = sorted((op for op in most if most[op] > 0.02), key=most.get, reverse=True)
+        table(args, f"Where a step's time goes: {'kernels' if args.gpu else 'operators by their own share, without what they call'}", ["", *profiles],
+              [(op, *(f"{p.get(op, 0):.1%}" for p in profiles.values())) for op in most])
 
 
 # -----------------------------------------------------------------------------

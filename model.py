@@ -434,16 +434,20 @@ class HeadLoss(torch.autograd.Function):
             logits = rows @ w_.T                                                         # (n, V)
             logits = logits if dtype == torch.float64 else logits.float()
             target, seen = targets[i:i + n, None], counts[i:i + n, None]
-            top = logits.amax(-1, keepdim=True)
-            lse = (logits - top).exp_().sum(-1, keepdim=True).log_() + top  # logsumexp, spelt so that the compiler reads logits once for it
-            loss = loss + (lse - logits.gather(1, target)).masked_fill(~seen, 0).sum()
-            if grads:
-                lse = lse.masked_fill(~seen, math.inf)                                   # no gradient: e^-inf = 0
+            top, own = logits.amax(-1, keepdim=True), logits.gather(1, target)
+            if torch.compiler.is_compiling():
+                lse = (logits - top).exp_().sum(-1, keepdim=True).log_() + top  # logsumexp, spelt so that the compiler reads logits once
+            else:  # in place: no second n x V numbers, and each e^x once
+                p = logits.sub_(top).exp_()
+                total = p.sum(-1, keepdim=True)
+                lse = total.log() + top
+            loss = loss + (lse - own).masked_fill(~seen, 0).sum()
+            if grads:  # p = softmax - one-hot, and 0 where a target does not count
                 if torch.compiler.is_compiling():  # one kernel; a scatter would write and read all of p in fp32 before it
+                    lse = lse.masked_fill(~seen, math.inf)
                     p = (logits - lse).exp() - (seen & (target == torch.arange(len(weight), device=x.device))).to(logits.dtype)
                 else:
-                    p = logits.sub_(lse).exp_()                                          # softmax
-                    p.scatter_add_(1, target, -seen.to(p.dtype))
+                    p.mul_(seen / total).scatter_add_(1, target, -seen.to(p.dtype))
                 p = (p * up if up > 1 else p).to(dtype)                                  # d loss / d logits, times N up
                 torch.mm(p, w_, out=dx[i:i + n])
                 part = p.T @ (rows / down if down > 1 else rows)

@@ -4345,7 +4345,7 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
     ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1"],
     ["prefill", "--sizes=nano", "--batch=3", "--T=4,8", "--runs=1"],
     ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1", "--presets=shaq,sharnn,mean_mem"],
-    ["train", "--rounds=1", "--set=n_layer=1,n_embd=32,n_head=2,batch_tokens=64,block_size=32", f"--shaq_set={SHAQ_SET}"],
+    ["train", "--rounds=1", "--profile=1", "--set=n_layer=1,n_embd=32,n_head=2,batch_tokens=64,block_size=32", f"--shaq_set={SHAQ_SET}"],
     ["scaling", "--sizes=1x8,1x16", "--tokens_per_param=0.2", "--lr=1e-3"],
 ])
 def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_data, capsys, monkeypatch):
@@ -4397,6 +4397,9 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         for line in ("dva_book against gpt2_book | – | 0.60 | – | +66.7%", "qrnn against sharnn | 2.35 | 0.67 | -1.68 | +50.0%"):
             assert f"| {line} |" in tables[1]
         assert [r["tokens_per_s"] * (1.5 + i) for i, r in enumerate(rows[:4])] == pytest.approx([r["tokens"] for r in rows[:4]])
+        profiles = {r["variant"]: r["profile"] for r in rows if "profile" in r}
+        assert len(profiles) == len(rows) / 2 and all(sum(p.values()) == pytest.approx(1) and p["aten::mm"] > 0 for p in profiles.values())
+        assert profiles["shaq"]["kernels::fo_pool"] > 0 and "kernels::fo_pool" not in profiles["sharnn"] and "| aten::mm | " in tables[2]
     if argv[0] == "kernels":
         share = lambda op, *which: {(r["kernel"], r["both"]): r["share_of_copy"] for r in rows if (r["op"], r.get("d")) == (op, *which)}
         assert [r["seconds"] for r in rows if "loop" in r["kernel"]] == [[10, 11, 15], [8, 9, 13]]  # 64 of 128 steps were timed

@@ -313,7 +313,7 @@ def main():
         say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  "
             f"MFU {mfu:.1%}  {duration(left)} left")
         if m.rank == 0:
-            log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu)
+            log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, seconds_left=left)
         if stopping:
             if save(step + 1):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
