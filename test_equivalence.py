@@ -5185,8 +5185,8 @@ HADAMARD_CODE = [  # most instructions an element (of gradients: the loop's), a 
     (39, "norm", 90, "bf16", 1536, 16, True), (34, "norm", 80, "bf16", 1536, 16, True, "fp32"), (37, "norm", 100, "bf16", 1536, 16, True),
     *((55, "norm backward", sm, "bf16", 1536, 16, True) for sm in (80, 90, 100)), (50, "norm backward", 90, "bf16", 1536, 16, True, "fp32"),
     # few rows; RMSNorm
-    *((most, kind, sm, "bf16", 768, 12, only) for sm in (80, 100) for most, kind, only in ((125, "few", False), (80, "norm few", True))),
-    (160, "norm few", 90, "bf16", 768, 12, False), (46, "norm", 90, "bf16", 768, 12, False, "", "RMS"),
+    *((most, kind, sm, "bf16", 768, 12, only) for sm in (80, 100) for most, kind, only in ((125, "few", False), (96, "norm few", True))),
+    (180, "norm few", 90, "bf16", 768, 12, False), (46, "norm", 90, "bf16", 768, 12, False, "", "RMS"),
     (24, "norm backward", 90, "bf16", 1024, 16, True, "fp32", "RMS"), (42, "norm backward", 100, "bf16", 2048, 16, False, "", "RMS"),
 ]
 POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((160, "pool"), (248, "pool backward"))  # most registers
