@@ -1187,12 +1187,13 @@ def bench_train(args):
             difference = signed(paper and x - paper)
             ratios.append((f"{name} against {base}", paper and f"{paper:.2f}", f"{x:.2f}", difference, f"{1 / x - 1:+.1%}"))
         for name in trainers if args.profile else ():
-            with torch.profiler.profile() as p:
-                trainers[name].step(len(trainers[name].tokens))
-            events = [e for e in p.key_averages() if (e.device_type.name == "CUDA") == args.gpu and not e.is_user_annotation]
-            own = {e.key: e.self_device_time_total if args.gpu else e.self_cpu_time_total for e in events}
-            profiles[name] = {op: t / sum(own.values()) for op, t in own.items()}
-            record(args, model=kind, variant=name, profile=profiles[name])
+            with fits(f"{name}'s profile"):
+                with torch.profiler.profile() as p:
+                    trainers[name].step(len(trainers[name].tokens))
+                events = [e for e in p.key_averages() if (e.device_type.name == "CUDA") == args.gpu and not e.is_user_annotation]
+                own = {e.key: e.self_device_time_total if args.gpu else e.self_cpu_time_total for e in events}
+                profiles[name] = {op: t / sum(own.values()) for op, t in own.items()}
+                record(args, model=kind, variant=name, profile=profiles[name])
 
     for kind, vocabulary, variants in groups:
         with fits(", ".join(variants)):
@@ -1203,7 +1204,7 @@ def bench_train(args):
     if profiles:
         most = {op: max(p.get(op, 0) for p in profiles.values()) for p in profiles.values() for op in p}
         most = sorted((op for op in most if most[op] > 0.02), key=most.get, reverse=True)
-        table(args, f"Where a step's time goes: {'kernels' if args.gpu else 'operators by their own share, without what they call'}", ["", *profiles],
+        table(args, f"Where a step's time goes: {'kernels' if args.gpu else 'operators, without what they call'}", ["", *profiles],
               [(op, *(f"{p.get(op, 0):.1%}" for p in profiles.values())) for op in most])
 
 

@@ -356,8 +356,8 @@ def main():
         say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / data.bytes_per_token:.3f}  lr {lr:.2e}  "
             f"norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(left)} left")
         if m.rank == 0:
-            log(step=step, epoch=epoch, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, seconds_left=left,
-                minutes=minutes)
+            log(step=step, epoch=epoch, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu,
+                seconds_left=left, minutes=minutes)
         minutes += dt / 60
         at += T
         if at >= length:  # the next epoch starts with nothing remembered
