@@ -620,8 +620,10 @@ def download(url, part, resume=True):
             headers = {"User-Agent": "prepare_data.py"} | ({"Range": f"bytes={have}-"} if have else {})
             try:
                 with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as reply:
-                    if have and not (reply.headers["Content-Range"] or "").lower().startswith(f"bytes {have}-"):
+                    if have and reply.status != 206:
                         have = start = f.truncate(f.seek(0))  # the server ignored the Range and sends all of it
+                    elif not (given := reply.headers["Content-Range"] or f"bytes {have}-").lower().startswith(f"bytes {have}-"):
+                        raise ValueError(f"asked for bytes from {have:,} on, the server sent {given}")
                     length, t0 = reply.headers["Content-Length"], time.perf_counter()
                     total = have + int(length) if length else None
                     whole = (reply.headers["Content-Range"] or "").rpartition("/")[2]
@@ -660,7 +662,10 @@ def fetch(name, folder, url):
         path = used = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(url).path) or name)
     if os.path.basename(path) in ("train.bin", "val.bin", "test.bin", "meta.json"):
         die(f"{url}: the prepared data needs the name {os.path.basename(path)}; take a source of another name")
-    if url.startswith("file:") or source.revised and url != source.url or not os.path.exists(path):
+    before = ""  # where the file that lies there came from
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        before = json.loads(pathlib.Path(folder, "meta.json").read_bytes())["source"]
+    if url.startswith("file:") or source.revised and url != before or not os.path.exists(path):
         used = path + ".part"
         download(url, used, resume=not source.revised)  # half of one edition and half of another would pass unnoticed
     raw = pathlib.Path(used).read_bytes()

@@ -3386,15 +3386,15 @@ def write(path, tokens, vocab=256):
 
 
 @contextlib.contextmanager
-def server(body, ranges=True, cut=(), pause=lambda: None, length=True, part=None):
-    """Serve body on 127.0.0.1; the n-th reply stops after cut[n] bytes, and one that goes on from somewhere after part; pause() follows
-    each 64 KB. Yields (url, list of Range headers seen)."""
+def server(body, ranges=True, cut=(), pause=lambda: None, length=True, part=None, shift=0):
+    """Serve body on 127.0.0.1; the n-th reply stops after cut[n] bytes, and one that goes on from somewhere after part, shift bytes further
+    on than asked for; pause() follows each 64 KB. Yields (url, list of Range headers seen)."""
     seen = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             seen.append(self.headers["Range"])
-            start = int(seen[-1].split("=")[1][:-1]) if seen[-1] and ranges else 0
+            start = int(seen[-1].split("=")[1][:-1]) + shift if seen[-1] and ranges else 0
             end = min(start + part, len(body)) if start and part else len(body)
             if start >= len(body):
                 self.send_response(416)
@@ -3559,6 +3559,19 @@ def test_data_revised_source_is_never_spliced(corpus, monkeypatch, capsys):
         with server(other, ranges, cut=(1000,)) as (url, seen):
             pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
         assert seen == [None, "bytes=1000-"] and Path(f"{data}/enwik8/enwik8.zip").read_bytes() == other
+        with server(other) as (second, seen):  # nor does it stay once what was there first, under the same name, is named again
+            monkeypatch.setitem(pd.DATASETS, "enwik8", pd.Source(revised=b".", url=second, size=1, digest=("sha1", "")))
+            pd.main(["enwik8", f"--data_dir={data}"])
+            pd.main(["enwik8", f"--data_dir={data}"])
+        assert seen == [None]  # fetched once
+
+
+def test_data_a_server_that_sends_another_part_is_refused(corpus, capsys):
+    _, packed, data = corpus
+    with server(packed, cut=(1000,), shift=5) as (url, seen):
+        main = lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
+        fails(capsys, main, "asked for bytes from 1,000 on, the server sent bytes 1005-")
+    assert Path(f"{data}/enwik8/enwik8.zip.part").read_bytes() == packed[:1000]
 
 
 def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys, monkeypatch):
