@@ -4772,7 +4772,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["compare", "--variant=preset=shak", "--variant=", "--model=shaq"], "choose from"),
         (["compare", "--set=n_layer=2.9"], "'2.9'"), (["compare", "--set=lr=-1"], "0 or more"),
         (["compare", "--set=schedule=kosine"], "cosine"), (["compare", "--model=shaq", "--set=optimizer=sgd"], "lamb"),
-        (["code", "--sm=12"], "invalid choice: 12"), (["prefill", "--batch=8,0"], "1 or more, got 0"),
+        (["code", "--sm=12"], "invalid choice"), (["prefill", "--batch=8,0"], "1 or more, got 0"),
         (["prefill", "--T=8,x"], "invalid int value: '8,x'"), (["decode", "--compile=2"], "expected 0 or 1"),
         (["train", "--rounds=x"], "--rounds"), (["kernels", "--rows=0"], "--rows"), (["prefill", "--runs=0"], "--runs"),
         (["compare", "--seed=-1"], "--seed"), (["scaling", "--seed=99999999999999999999"], "--seed"),
