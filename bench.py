@@ -180,7 +180,11 @@ def fits(what):
     "What does not fit in a GPU's memory costs its own rows, not the table, the rest and the commands after it"
     try:
         yield
-    except torch.OutOfMemoryError as e:
+    except RuntimeError as e:
+        if isinstance(e.__context__, torch.OutOfMemoryError):  # while a CUDA graph was recorded, whose end then fails, too
+            e = e.__context__
+        if not isinstance(e, torch.OutOfMemoryError):
+            raise
         warn(f"note: no rows for {what}: {str(e).splitlines()[0]}")
 
 
@@ -1556,6 +1560,7 @@ def read_logs(paths):
 def plot_logs(plt, rows):
     "Bits per byte of the validation split against the time spent in training steps; runs of one name in one colour"
     fig, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    rows = sorted(rows, key=lambda row: -row["curve"][-1][2])  # the legend stands as the curves end
     for i, name in enumerate(dict.fromkeys(row["title"] for row in rows)):
         for k, row in enumerate(row for row in rows if row["title"] == name):
             minutes, _, bits = zip(*[p for p in row["curve"] if p[1]] or row["curve"])  # no start: it would squeeze the rest

@@ -4607,8 +4607,14 @@ def test_bench_kernels_goes_on_past_what_does_not_fit(tmp_path, capsys, monkeypa
     done = []
 
     def rows_of(args, m, *size):
-        if size[0] == 64:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        try:
+            if size[0] == 64:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:  # a CUDA graph that could not be recorded
+            if size == (64, 8, 4):
+                raise RuntimeError("operation failed due to a previous error during capture")
+        if size == (2, 8, 48):
+            raise RuntimeError("another fault")
         done.append(size)
 
     for name in ("affine_rows", "pool_rows", "attention_rows"):
@@ -4616,6 +4622,8 @@ def test_bench_kernels_goes_on_past_what_does_not_fit(tmp_path, capsys, monkeypa
     bench.main(["kernels", "--device=cpu", "--widths=32,64,128", "--pool=64x8x4,2x8x4", "--heads=2x8x24", f"--out={tmp_path}/k.jsonl"])
     assert done == [(32,), (128,), (2, 8, 4), (2, 8, 24)]
     assert re.findall("no rows for (.*): CUDA", capsys.readouterr().err) == ["64", "64x8x4"]
+    with pytest.raises(RuntimeError, match="another fault"):
+        bench.main(["kernels", "--device=cpu", "--widths=32", "--pool=2x8x4", "--heads=2x8x48", f"--out={tmp_path}/k.jsonl"])
 
 
 @needs_triton
