@@ -270,14 +270,40 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 if triton is not None:
 
     @triton.jit
-    def _butterfly(x, R: tl.constexpr, W: tl.constexpr):
-        "x @ H_W, (R, W) -> (R, W)"
-        for s in tl.static_range(16):
-            if 1 << s < W:
-                y = tl.permute(tl.reshape(x, (R, W // (2 << s), 2, 1 << s)), (0, 1, 3, 2))
-                a, b = tl.split(y)
-                x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (R, W))
-        return x
+    def _butterfly(x, R: tl.constexpr, W: tl.constexpr, V: tl.constexpr):
+        """x @ H_W, (R, W) -> (R, W), fp32, where a thread holds V neighbours of a row. Their levels are plain additions; those across the
+        L <= 32 threads that follow are shuffles, with no shared memory and no barrier; only a row of K > 1 warps goes through that."""
+        K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
+        L: tl.constexpr = W // (K * V)
+        x = tl.reshape(x, (R * K, L * V))
+        warp = tl.broadcast_to(tl.arange(0, R * K)[:, None], (R * K, L * V))
+        for s in tl.static_range(11):
+            if 1 << s < K:
+                x = tl.gather(x, warp ^ (1 << s), 0) + (1 - 2 * (warp >> s & 1)).to(tl.float32) * x  # x_i + x_j, or x_j - x_i where i > j
+        t = (x,)
+        for s in tl.static_range(3):
+            if 1 << s < V:
+                n = ()
+                for i in tl.static_range(1 << s):
+                    a, b = tl.split(tl.reshape(t[i], (R * K, L * V >> (s + 1), 2)))
+                    n = n + (a + b, a - b)
+                t = n
+        lane = tl.broadcast_to(tl.arange(0, L)[None, :], (R * K, L))
+        n = ()
+        for i in tl.static_range(V):
+            y = t[i]
+            for s in tl.static_range(5):
+                if 1 << s < L:
+                    y = tl.gather(y, lane ^ (1 << s), 1) + (1 - 2 * (lane >> s & 1)).to(tl.float32) * y
+            n = n + (y,)
+        t = n
+        for s in tl.static_range(3):
+            if 1 << s < V:
+                n = ()
+                for i in tl.static_range(V >> (s + 1)):
+                    n = n + (tl.reshape(tl.join(t[2 * i], t[2 * i + 1]), (R * K, 2 * L << s)),)
+                t = n
+        return tl.reshape(t[0], (R, W))
 
     @triton.jit
     def _grid(t, P: tl.constexpr):
@@ -337,13 +363,19 @@ if triton is not None:
         return t
 
     @triton.jit
-    def _load_vector(at, live):
-        "W numbers of a vector as a row (1, W) in fp32, 0 where not live"
-        return tl.load(at, mask=live, other=None if live is None else 0.0).to(tl.float32)[None, :]
+    def _load_vector(at, live, R: tl.constexpr, W: tl.constexpr):
+        """W numbers of a vector in fp32, 0 where not live, once for each of R rows, (R, W): the loads of a single row Triton would share
+        out among all threads, and then pass the numbers round through shared memory."""
+        at = tl.broadcast_to(at[None, :], (R, W))
+        if live is None:
+            v = tl.load(at)
+        else:
+            v = tl.load(at, mask=tl.broadcast_to(live[None, :], (R, W)), other=0.0)
+        return v.to(tl.float32)
 
     @triton.jit
     def _load_transform(x, pre, base, col, ok, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
-                        INNER: tl.constexpr):
+                        INNER: tl.constexpr, V: tl.constexpr):
         "R rows of x (times pre), transformed, unnormalised: a tuple of M * P tiles (R, W), fp32"
         loaded = _load_tiles(x + base, ok, M * P, C)
         t = ()
@@ -357,11 +389,11 @@ if triton is not None:
         for i in tl.static_range(M * P):
             v = loaded[i]
             if pre is not None:  # never with INNER == 2: rounding the product to 16 bits would double the error
-                v = v.to(tl.float32) * _load_vector(pre + col + i * C, None)
+                v = v.to(tl.float32) * _load_vector(pre + col + i * C, None, R, W)
             if INNER == 2:
                 y = tl.dot(v, H, out_dtype=tl.float32)
             elif INNER == 1:
-                y = _butterfly(v.to(tl.float32), R, W)
+                y = _butterfly(v.to(tl.float32), R, W, V)
             else:
                 y = v.to(tl.float32)
             t = t + (y,)
@@ -369,26 +401,26 @@ if triton is not None:
 
     @triton.jit
     def _hadamard_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
-                         C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr):
+                         C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr):
         "out = alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; one read, one write"
         row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
         base = row[:, None] * D + col[None, :]
         ok = (row < N)[:, None]
-        t = _load_transform(x, pre, base, col, ok, M, P, C, W, R, INNER)
+        t = _load_transform(x, pre, base, col, ok, M, P, C, W, R, INNER, V)
         for i in tl.static_range(M * P):
             y = t[i] * scale
             if alpha is not None:
-                y = y * _load_vector(alpha + col + i * C, None)
+                y = y * _load_vector(alpha + col + i * C, None, 1 if INNER == 2 else R, W)
             if beta is not None:
-                y = y + _load_vector(beta + col + i * C, None)
+                y = y + _load_vector(beta + col + i * C, None, 1 if INNER == 2 else R, W)
             tl.store(out + base + i * C, y.to(out.dtype.element_ty), mask=ok)
 
     @triton.jit
     def _hadamard_norm_kernel(x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, D: tl.constexpr, M: tl.constexpr,
                               P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
-                              RMS: tl.constexpr):
+                              V: tl.constexpr, RMS: tl.constexpr):
         """out = residual + alpha * scale * (x @ H) + beta and normed = LayerNorm(out), or RMSNorm; stats (2, N): each row's mean and
         1 / deviation. A program holds whole rows, so both norms' sums cost no memory: two reads and two writes, where the transform and
         an addition fused with the norm make three of each. Heads of 96 stand in tiles of 128: CW > C, and the lanes beyond C idle."""
@@ -402,11 +434,11 @@ if triton is not None:
             live = j < C
             ok = ok & live[None, :]
         ahead = _load_tiles(residual + base, ok, M * P, C)  # before any store: one to the same address would be waited for
-        t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER)
+        t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER, V)
         y = ()
         total = tl.zeros((R, W), tl.float32)  # over tiles first, across threads once
         for i in tl.static_range(M * P):
-            v = t[i] * scale * _load_vector(alpha + col + i * C, live) + _load_vector(beta + col + i * C, live)
+            v = t[i] * scale * _load_vector(alpha + col + i * C, live, R, W) + _load_vector(beta + col + i * C, live, R, W)
             v = (v + ahead[i].to(tl.float32)).to(out.dtype.element_ty)
             tl.store(out + base + i * C, v, mask=ok)
             v = v.to(tl.float32)  # the norm is of what was stored
@@ -423,9 +455,9 @@ if triton is not None:
             total = tl.where(live[None, :], total, 0.0)
         rstd = 1 / tl.sqrt(tl.sum(total, 1) / D + eps)
         for i in tl.static_range(M * P):
-            v = (y[i] - mean[:, None]) * rstd[:, None] * _load_vector(weight + col + i * C, live)
+            v = (y[i] - mean[:, None]) * rstd[:, None] * _load_vector(weight + col + i * C, live, R, W)
             if shift is not None:
-                v = v + _load_vector(shift + col + i * C, live)
+                v = v + _load_vector(shift + col + i * C, live, R, W)
             tl.store(normed + base + i * C, v.to(normed.dtype.element_ty), mask=ok)
         tl.store(stats + row, mean, mask=row < N)
         tl.store(stats + N + row, rstd, mask=row < N)
@@ -433,7 +465,7 @@ if triton is not None:
     @triton.jit
     def _hadamard_norm_backward_kernel(out, stats, dout, dnormed, dresidual, dx, dweight, dshift, alpha, weight, N, scale, D: tl.constexpr,
                                        M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr,
-                                       R: tl.constexpr, INNER: tl.constexpr, RMS: tl.constexpr):
+                                       R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, RMS: tl.constexpr):
         """The gradients of the kernel above for residual and x, dresidual = dout + (that of the norm),
         dx = scale * ((alpha * dresidual) H), and this program's partial sums of those for weight and shift: row program_id(0) of dweight
         and dshift, (G, D) fp32. With _hadamard_grads_kernel, which reads x and dresidual, 22 bytes an element in bf16 beside an fp32
@@ -468,7 +500,7 @@ if triton is not None:
                 unit = (ys[i].to(tl.float32) - mean) * rstd
                 nw = nw + (dw[i] + g * unit,)
                 nb = nb + (db[i] + g,)
-                g = g * _load_vector(weight + col + i * C, live)
+                g = g * _load_vector(weight + col + i * C, live, R, W)
                 a = a + g
                 b = b + g * unit
             dw = nw
@@ -480,12 +512,12 @@ if triton is not None:
             t = ()
             for i in tl.static_range(M * P):
                 unit = (ys[i].to(tl.float32) - mean) * rstd
-                g = gs[i].to(tl.float32) * _load_vector(weight + col + i * C, live)
+                g = gs[i].to(tl.float32) * _load_vector(weight + col + i * C, live, R, W)
                 g = rstd * (g - a - unit * b) + rs[i].to(tl.float32)
                 tl.store(dresidual + base + i * C, g.to(dresidual.dtype.element_ty), mask=ok)
-                g = g * _load_vector(alpha + col + i * C, live)
+                g = g * _load_vector(alpha + col + i * C, live, R, W)
                 if INNER:
-                    g = _butterfly(g, R, W)
+                    g = _butterfly(g, R, W, V)
                 t = t + (g,)
             t = _across(t, M, P)
             for i in tl.static_range(M * P):
@@ -498,7 +530,8 @@ if triton is not None:
 
     @triton.jit
     def _hadamard_grads_kernel(x, dy, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
-                               C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr):
+                               C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
+                               V: tl.constexpr):
         """Partial sums over this program's rows of dy * scale * (x @ H) and of dy: row program_id(0) of dalpha and dbeta, (G, D) fp32.
         x @ H is computed again, not saved: attention keeps x anyway. No atomics, so the sums come out the same every time."""
         j = tl.arange(0, W)
@@ -509,7 +542,7 @@ if triton is not None:
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
             base = row[:, None] * D + col[None, :]
             ok = (row < N)[:, None]
-            t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER)
+            t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER, V)
             na, nb = (), ()
             for i in tl.static_range(M * P):
                 g = tl.load(dy + base + i * C, mask=ok, other=0.0).to(tl.float32)
@@ -557,14 +590,16 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
         inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # numbers a thread: of a tile, of all tiles
-        if kind == "grads":  # three sets of them
-            warps, numbers = (2 if d <= 3072 else 4 if d <= 6144 else warps, 48) if bits == 16 else (warps, 32)
+        if kind == "grads" and bits == 16 and d <= 3072:  # three sets of them
+            warps, each, numbers = 1 if d <= 1536 else 2, 8 if d == 2048 else 4, 1  # one row
+        elif kind == "grads":
+            warps, numbers = (4 if d <= 6144 else warps, 48) if bits == 16 else (warps, 32)
         elif kind == "norm":  # and two residuals: 15 programs a multiprocessor, where tensor-core products of 16 rows leave it one
             warps, numbers = 1 if d <= 1536 else 2 if d <= 3072 else 4, 48
         elif kind == "norm backward":  # one row, of at most 40 numbers a thread; more only where tiles are narrower than a warp
             warps, numbers = 1 if d <= 1024 else 2 if d <= 2560 else 4, M
         elif bits == 16 and "few" not in kind and d > 1024:
-            each, numbers = 8, 128  # the more stand in one thread, the fewer shuffles
+            each, numbers = 8, 128 if d <= 8192 else 64
         R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
         R = 1 << (R.bit_length() - 1)
         W = min(A * C, max(A, each * 32 * warps // R))
@@ -572,7 +607,8 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             inner, R, W = 2, 16, 64  # 16 bytes a thread and load
         P = A * C // W
         C = CW = C // P
-    return dict(D=d, M=M, P=P, C=C, CW=CW, W=W, R=R, INNER=inner), warps
+    V = min(max(1, R * W // (32 * warps)), 128 // bits, CW & -CW)  # as Triton lays out a tile: what a thread loads at once, 16 bytes at most
+    return dict(D=d, M=M, P=P, C=C, CW=CW, W=W, R=R, INNER=inner, V=V), warps
 
 
 # enable_fp_fusion, below: multiply and add in one instruction. Where a launch does not name it Triton 3.9 warns; 3.10 is to turn it off.
