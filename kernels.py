@@ -265,7 +265,10 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 # H_A (x) H_NT (x) H_C. That is the layer's H for 16 heads of 96 = 12 * 8. A mix over heads alone is NT = h, INNER = 0. There a program
 # takes CW of a head's C channels, or C = 96 stand in tiles of CW = 128; elsewhere CW is C.
 # Floor in 16 bits: 4 bytes an element. Instructions an element on sm_90 (27 keep up with nine tenths of an H200's memory), from
-# ahead-of-time compilation: 12.7 for d = 1024, 16.2 for 768, by butterflies 23 to 31; in fp32 the budget is twice that.
+# ahead-of-time compilation: 12.6 for d = 1024, 16.2 for 768, by butterflies 20 to 25; in fp32 the budget is twice that. Of these 4 are
+# shuffles where 16 threads share a row (d = 1536, 2048), 5 where 32 do (2560, 3072); 6.9 would keep up. With reshape, permute, split and
+# join at every level, which Triton turns into changes of layout, the same butterflies took 24 to 31, mostly through shared memory, with
+# a barrier for nearly each.
 
 if triton is not None:
 
@@ -469,7 +472,7 @@ if triton is not None:
         """The gradients of the kernel above for residual and x, dresidual = dout + (that of the norm),
         dx = scale * ((alpha * dresidual) H), and this program's partial sums of those for weight and shift: row program_id(0) of dweight
         and dshift, (G, D) fp32. With _hadamard_grads_kernel, which reads x and dresidual, 22 bytes an element in bf16 beside an fp32
-        residual; what torch.compile made of the formula (_norm_backward_torch) and two transforms took some 34. By compiled code 26 to 55
+        residual; what torch.compile made of the formula (_norm_backward_torch) and two transforms took some 34. By compiled code 26 to 53
         instructions an element, 69 to 110 keep up with the memory; one row at a time, so that its sums cross few threads: two or more rows
         took as many shuffles, or spilled."""
         j = tl.arange(0, W)
