@@ -421,9 +421,6 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, grads):
         dtype = product_dtype(x)
         n = max(1, HEAD_LOGITS * (1 if x.device.type == "cpu" else 4) // len(weight))    # rows of a slice
-        up = down = 1.0
-        if dtype == torch.float16:  # most of a large vocabulary's p are below its range, and the sum over rows of p^T x can be above it
-            n, up, down = min(n, 4096), 2.0 ** 7, 2.0 ** 10
         x_, w_, counts = x.to(dtype), weight.to(dtype), targets != -100
         targets, count = targets.masked_fill(~counts, 0), counts.sum()
         grads = grads and any(ctx.needs_input_grad)
@@ -448,26 +445,21 @@ class HeadLoss(torch.autograd.Function):
                     p = (logits - lse).exp() - (seen & (target == torch.arange(len(weight), device=x.device))).to(logits.dtype)
                 else:
                     p.mul_(seen / total).scatter_add_(1, target, -seen.to(p.dtype))
-                p = (p * up if up > 1 else p).to(dtype)                                  # d loss / d logits, times N up
+                p = p.to(dtype)                                                          # d loss / d logits, times N
                 torch.mm(p, w_, out=dx[i:i + n])
-                part = p.T @ (rows / down if down > 1 else rows)
-                if dw is None:
-                    dw = part if n >= len(x) else part.to(torch.promote_types(dtype, torch.float32))  # several parts are summed in fp32
-                else:
-                    dw.add_(part)
+                part = (p.T @ rows).to(logits.dtype)                                     # of several slices summed in fp32
+                dw = part if dw is None else dw.add_(part)
         if grads:
             ctx.save_for_backward(dx, dw, count)
-            ctx.dtypes, ctx.scales = (x.dtype, weight.dtype), (1 / up, down / up)
+            ctx.dtypes = x.dtype, weight.dtype
         return loss / count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        *grads, count = ctx.saved_tensors
-        dx, dw = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in grads)
+        dx, dw, count = ctx.saved_tensors
         g = g / count.clamp(min=1)  # where none counts the loss is nan and the gradients are 0
-        gx, gw = (g * s for s in ctx.scales)  # in fp32, into which a loss scaled up for fp16 fits
-        return (dx * gx).to(ctx.dtypes[0]), (dw * gw).to(ctx.dtypes[1]), None, None
+        return (dx.to(dw.dtype) * g).to(ctx.dtypes[0]), (dw * g).to(ctx.dtypes[1]), None, None
 
 
 # -----------------------------------------------------------------------------
@@ -589,7 +581,8 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache, pos)
         if targets is None:
             return self.lm_head(x)
-        if type(self.lm_head) is not nn.Linear or self.lm_head.bias is not None:  # one put there later, more than a matrix
+        plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None  # else it was put there later
+        if not plain or product_dtype(x) == torch.float16:  # whose gradients want the loss's scale, which comes with backward
             return cross_entropy(self.lm_head(x), targets)
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
