@@ -13,6 +13,7 @@ To import it needs torch and kernels.py beside it, nothing else; to run it, prep
 [3] Bharwani et al., SHAQ: Single Headed Attention with Quasi-Recurrence, and Merity's SHA-RNN, arXiv:1911.11423, that it takes apart
 """
 import contextlib
+import copy
 import ctypes
 import math
 import os
@@ -732,19 +733,16 @@ def fold_hadamard(model):
     if c.attn_out != "hadamard" or hadamard_heads(c) != c.n_head:
         raise ValueError(f"fold_hadamard takes attn_out='hadamard' with a head count and head width that are Hadamard orders; got "
                          f"attn_out={c.attn_out!r}, {c.n_head} heads of {c.n_embd // c.n_head}")
-    with torch.device("meta"):  # no weights are drawn: sampling or training around this goes on as without it
-        folded = GPT(replace(c, attn_out="head_hadamard", tie_weights=model.tied()))
-    state = {name.replace("_orig_mod.", ""): p.clone() for name, p in model.state_dict().items()}  # torch.compile()'s prefix
-    folded.load_state_dict(state, assign=True)  # each in its own dtype; strict: a part put there later would be lost
-    for p, q in zip(folded.parameters(), model.parameters()):
-        p.requires_grad_(q.requires_grad)
+    folded = copy.deepcopy(getattr(model, "_orig_mod", model))  # within torch.compile()'s wrapper
+    folded.config = replace(c, attn_out="head_hadamard", tie_weights=model.tied())
     d_h = c.n_embd // c.n_head
     H = hadamard_matrix(d_h, torch.float64, "cpu") * d_h ** -0.5  # on the CPU, as Apple's GPUs have no fp64
     for block in folded.h:
+        block.attn.attn_out, block.attn.one_pass = "head_hadamard", hadamard_norm_is_fused(c.n_embd, c.n_head, True)
         for p in block.attn.c_attn.parameters():  # weight (3d, d) and bias (3d,); the last d rows are V's
             v = p[2 * c.n_embd:]
             v.copy_((H @ v.cpu().double().view(c.n_head, d_h, -1)).view_as(v))
-    return folded.train(model.training)
+    return folded
 
 
 # -----------------------------------------------------------------------------

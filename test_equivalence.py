@@ -924,8 +924,7 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     m.lm_head = copy.deepcopy(m.lm_head)
     assert not fold_hadamard(m).config.tie_weights
     m.lm_head = nn.Sequential(m.lm_head, nn.Tanh())  # as many parameters as before
-    with pytest.raises(RuntimeError, match="lm_head.0.weight"):
-        fold_hadamard(m)
+    assert error(fold_hadamard(m)(idx), m(idx)) < 0.05  # what was put there later is not lost
 
 
 # -----------------------------------------------------------------------------
