@@ -17,7 +17,6 @@ import copy
 import ctypes
 import math
 import os
-import pickle
 import re
 import sys
 import time
@@ -1457,9 +1456,8 @@ def load_checkpoint(path, kind=None):
                 raise ValueError
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: train a model first, or name its checkpoint") from None
-    except (LookupError, TypeError, ValueError, RuntimeError, EOFError, AttributeError, OSError, zipfile.BadZipFile,
-            pickle.UnpicklingError) as e:
-        if isinstance(e, RuntimeError) and re.search("out of memory|can't allocate memory", str(e)):
+    except Exception as e:  # a damaged file can raise anything
+        if isinstance(e, MemoryError) or re.search("out of memory|can't allocate memory", str(e)):
             raise  # a good file, then
         raise ValueError(f"{path} is no checkpoint of these scripts, or a damaged one ({type(e).__name__}): "
                          "name another, or train anew") from None
