@@ -1348,29 +1348,25 @@ def machine(device="auto", dtype="auto"):
         has_bf16 = device.type == "cpu" and any(known.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16"))
         note += f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     m = Machine(device, torch.float32 if dtype == "auto" else getattr(torch, dtype), rank, world, note)
-    if world > 1 and device.type == "mps":
-        raise ValueError(f"{world} processes: gloo serves no GPU of Apple's; take --device=cpu, or one process without torchrun")
     if world > 1:
+        if device.type == "mps":
+            raise ValueError(f"{world} processes: gloo serves no GPU of Apple's; take --device=cpu, or one process without torchrun")
         # before there is a group: DDP imports this, and default arguments there would keep the group alive after leave()
         from torch.distributed.nn import functional  # noqa: F401
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))  # all wait for a save
     if dtype != "auto":
         m.note += f"; {dtype}, as asked" + (", its products in TF32" if device.type == "cuda" and dtype == "float32" and has_bf16 else "")
-    else:  # on a CPU having them is not enough: where a virtual machine hides the matrix units, a product takes twice fp32's time
-        times = math.inf
-        if has_bf16 and device.type == "cpu":  # in turns, as other work may come between
-            rates = [(product_rate(device, torch.bfloat16, 512), product_rate(device, torch.float32, 512)) for _ in range(3)]
-            low, high = map(max, zip(*rates))
-            times = low / high
-        faster = has_bf16 and times > 1.2  # casts are not free
+    else:
+        faster, why = has_bf16, "" if has_bf16 else ", as there are no bfloat16 instructions"
+        if has_bf16 and device.type == "cpu":  # where a virtual machine hides the matrix units, a product in bf16 takes twice fp32's time
+            rates = [[product_rate(device, t, 512) for t in (torch.bfloat16, torch.float32)] for _ in range(3)]
+            low, high = map(max, zip(*rates))  # measured in turns, as other work may come between
+            faster = low > 1.2 * high          # casts are not free
+            why = f", as products in bfloat16 are {low / high:.1f} times as fast"
         m.dtype = torch.bfloat16 if m.all(faster) else torch.float32  # all processes choose alike
-        m.note += "; bfloat16 autocast" if m.dtype == torch.bfloat16 else "; float32"
-        if not has_bf16:
-            m.note += ", as there are no bfloat16 instructions"
-        elif faster and m.dtype == torch.float32:
-            m.note += ", as another process is no faster in bfloat16"
-        elif device.type == "cpu":
-            m.note += f", as products in bfloat16 are {times:.1f} times as fast"
+        if faster and m.dtype == torch.float32:
+            why = ", as another process is no faster in bfloat16"
+        m.note += ("; bfloat16 autocast" if m.dtype == torch.bfloat16 else "; float32") + why
     if world > 1:
         m.note += f"; {world} processes"
     return m
