@@ -1130,12 +1130,12 @@ class SHAQ(nn.Module):
 
         The state has read all but the last token: generate(idx[:, -1:], ..., state=state) goes on from there.
         temperature=0 takes the most likely token; top_k=None or 0 draws from all; generator as for GPT. On a GPU the
-        model, its state and the draw are one CUDA graph for each byte, but for the byte that closes a window of memory=mean.
+        model, its state and the draw are one CUDA graph for each byte, with memory=mean a new graph for each window.
         """
         generator = generator or torch.Generator().manual_seed(1337)
         uniform = draws(max_new_tokens, temperature, idx, generator)
         new, u = idx[:, -1:].clone(), uniform.new_empty(len(idx), 1)    # as in GPT.generate
-        out, one = [idx], None                                          # one: step(), captured
+        out = [idx]
 
         def step():
             new.copy_(sample(self.advance(new, rings), temperature, top_k, u))
@@ -1152,13 +1152,8 @@ class SHAQ(nn.Module):
                 if self.config.memory == "mean":                        # the byte that closes a window is read as a prompt is
                     n = min([n] + [self.config.mean_window - 1 - m[2].size(1) for _, m in state if m is not None])
                 if n:
-                    fresh = self.rings(state, max_new_tokens)
-                    if one is None:
-                        rings = fresh
-                        one = captured(step, idx.device, [new, *tensors(rings)])
-                    else:                                               # where the graph reads and writes them
-                        for old, now in zip(tensors(rings), tensors(fresh)):
-                            old.copy_(now)
+                    rings = self.rings(state, n)
+                    one = captured(step, idx.device, [new, *tensors(rings)])
                     for _ in range(n):
                         u.copy_(uniform[len(out) - 1])
                         one()
