@@ -139,11 +139,8 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
     n = e + k.size(1) - q.size(1)  # the queries are the last of all positions
     if P is None:
         scores = torch.bmm(q[:, i:e] * q.size(-1) ** -0.5, k[:, :n].mT)
-        own = scores[:, :, n - (e - i):]
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]
-        own.view(bits).bitwise_and_(q.new_ones(e - i, e - i, dtype=bits).tril_().neg_())  # 0 for a later key's NaN
-        limit = q.new_ones(e - i, e - i).tril_().sub_(0.5).mul_(math.inf)  # inf where a row may look, else -inf
-        torch.minimum(own, limit, out=own)  # on a CPU masked_fill_ takes 3 times as long as these two
+        later = q.new_full((e - i, e - i), -math.inf).triu_(1)
+        scores[:, :, n - (e - i):].tril_().add_(later)  # 0 - inf for a later key, were it NaN; masked_fill_ takes twice as long on a CPU
         P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
     if dropout == 0.0:
         return n, P, None
