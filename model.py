@@ -912,9 +912,8 @@ class MemoryAttention(nn.Module):
         q = q.to(m.dtype)
         if isinstance(memory, Ring):
             rows, n = memory
-            place, mask = self.place(n, rows.size(1), q.dtype)
-            rows.index_copy_(1, place, m.to(rows.dtype))
-            x = self.attend(q, rows.to(q.dtype), mask)
+            rows.index_copy_(1, n % rows.size(1), m.to(rows.dtype))
+            x = self.attend(q, rows.to(q.dtype), up_to(n, rows.size(1), q.dtype))
             memory = Ring(rows, n + 1)
         elif self.config.memory == "mean":
             x, memory = self.over_mean(q, m, memory)
@@ -956,33 +955,24 @@ class MemoryAttention(nn.Module):
         and how many positions there were, an int64 tensor (1,). Attention does not ask for the order of what it sees, so a new row takes
         the place of the oldest, and no shape changes. Written in place; unring() makes memory of it again.
 
-        For memory=mean: W and the open window, (B, 1 + p, d); the number is p more where there is a W. To be used until that window closes.
+        For memory=mean: W, if there is one, and the open window, to be used until that closes.
         """
+        most = self.mem_len
         if self.config.memory == "mean":
-            (_, W, H), p = memory, self.config.mean_window
-            n = W.size(1) * p + H.size(1)
-            rows = H.new_zeros(H.size(0), 1 + p, H.size(2))
-            rows[:, :W.size(1)], rows[:, 1:1 + H.size(1)] = W, H
-        else:
-            n = memory.size(1)
-            rows = memory.new_zeros(memory.size(0), max(1, min(self.mem_len, n + new)), memory.size(2))
-            rows[:, :n] = memory
+            memory, most = torch.cat(memory[1:], dim=1), 1 + self.config.mean_window
+        B, n, d = memory.shape
+        rows = memory.new_zeros(B, max(1, min(most, n + new)), d)
+        rows[:, :n] = memory
         return Ring(rows, torch.full((1,), n, device=rows.device))
-
-    def place(self, n, length, dtype):
-        "Where the row of position n (1,) goes in a ring of that length, and attend()'s mask (1, length) of the rows it may see"
-        if self.config.memory != "mean":
-            return n % length, up_to(n, length, dtype)
-        p = self.config.mean_window
-        i = n % p                                                       # its place in the open window
-        return 1 + i, torch.cat((torch.where(n >= p, 0.0, -math.inf).to(dtype)[None], up_to(i, p, dtype)), 1)   # W, if any; H
 
     def unring(self, before, rows, n):
         "What memory, before as ring() took it, has become"
-        n, length, p = int(n), rows.size(1), self.config.mean_window
+        n, length = int(n), rows.size(1)
+        rows = rows[:, :n] if n <= length else rows.roll(-(n % length), 1)                         # the oldest first
         if self.config.memory == "mean":
-            return before[0], rows[:, :int(n >= p)], rows[:, 1:1 + n % p]                          # C, W if there is one, H
-        return last(rows[:, :n] if n <= length else rows.roll(-(n % length), 1), self.mem_len)
+            C, W, _ = before
+            return C, W, rows[:, W.size(1):]
+        return last(rows, self.mem_len)
 
     def attend(self, q, m, mask=None):
         """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d): causal in the window, open over
