@@ -886,13 +886,6 @@ class MemoryAttention(nn.Module):
         c, f = self.overparam(torch.sigmoid(self.vs)).chunk(2)
         return torch.sigmoid(f) * torch.tanh(c)
 
-    @torch.no_grad()
-    def collapse(self):
-        """Replace vs by the value gate and drop the parameters that computed it. For inference only."""
-        if self.config.gates and self.overparam is not None:
-            self.vs = nn.Parameter(self.value_gate(), requires_grad=False)
-            self.overparam = None
-
     def forward(self, h, m, memory=None):
         """h (B, T, d) for the queries, m (B, T, d) the window's own rows of memory -> (B, T, d), memory.
 
@@ -1181,11 +1174,12 @@ class SHAQ(nn.Module):
         for block in self.blocks:
             block.compile(**dict(dynamic=True) | kw)
 
+    @torch.no_grad()
     def collapse(self):
-        """Precompute the value gates (at d = 1024, 2,099,200 parameters less). For inference only; returns self."""
+        """Put each value gate in the place of vs and of what computed it, 2,099,200 parameters at d = 1024. For inference only; returns self."""
         for block in self.blocks:
-            if block.attn is not None:
-                block.attn.collapse()
+            if block.attn is not None and block.attn.config.gates:
+                block.attn.vs, block.attn.overparam = nn.Parameter(block.attn.value_gate(), requires_grad=False), None
         return self
 
     def param_breakdown(self):
