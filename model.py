@@ -1020,13 +1020,10 @@ class SHAQBlock(nn.Module):
                 state = torch.lstm_cell(h[:, 0].to(dtype), [s.to(dtype) for s in state], *self.rnn.all_weights[0])
             return state[0][:, None], state
         state = state and tuple(s[None].to(dtype) for s in state)
-        if h.is_cuda:
-            # cuDNN's LSTM under autocast is in fp16, whatever autocast's dtype, and loses small gradients: so fp32, its products in TF32.
-            # The fastest of its algorithms, persistent, with the weights on the chip, takes fp16 alone
-            with torch.autocast("cuda", enabled=False):
-                x, state = self.rnn(h.to(dtype), state)
-        else:
-            x, state = self.rnn(h, state)
+        # cuDNN's LSTM under autocast is in fp16, whatever autocast's dtype, and loses small gradients: so fp32, its products in TF32.
+        # The fastest of its algorithms, persistent, with the weights on the chip, takes fp16 alone
+        with torch.autocast("cuda", enabled=False):
+            x, state = self.rnn(h.to(dtype) if h.is_cuda else h, state)
         return x, tuple(s[0] for s in state)
 
     def forward(self, h, state=None):
