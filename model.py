@@ -1385,10 +1385,9 @@ def inputs_and_targets(rows, device):
 
 def clip_(model, most):
     "-> the norm of all gradients, scaled down to most where they are larger; most = 0: never"
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     if most:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), most, norm)
-    return norm
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def lr_at(step, lr, min_lr, warmup_steps, max_steps, schedule="cosine"):
@@ -1468,11 +1467,10 @@ def main():
     with one_line():
         m = machine(args.device, "float32")
         ckpt = load_checkpoint(args.ckpt)
+        model = model_of(ckpt).to(m.device)
     ids = encode(ckpt["data"]["tokenizer"], os.fsencode(args.prompt).decode(errors="replace"))  # what was typed may be no UTF-8
     if not ids:
         die("--prompt is empty: give at least one character to continue")
-    with one_line():
-        model = model_of(ckpt).to(m.device)
     model = model.collapse() if ckpt["kind"] == "SHAQ" else model  # its value gates are constants by now
     with torch.inference_mode():
         out = model.generate(torch.tensor([ids], device=m.device), args.tokens, args.temperature, args.top_k,
