@@ -135,7 +135,7 @@ def query_blocks(q, k):
 
 
 def causal_weights(q, k, i, e, dropout, seed, P=None):
-    "Rows i to e -> n, how many keys they see; P = softmax(q k^T / sqrt(w)), causal (N, e - i, n), if not known; what dropout drops, or None"
+    "Rows i to e -> n, how many keys they see; P = softmax(q k^T / sqrt(w)), causal (N, e - i, n), unless known; what dropout drops or None"
     n = e + k.size(1) - q.size(1)  # the queries are the last of all positions
     if P is None:
         scores = torch.bmm(q[:, i:e] * q.size(-1) ** -0.5, k[:, :n].mT)
@@ -166,11 +166,10 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
         q_r is None    out = P v                         v of any width
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
     q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w); seed: of the dropout, () int64 on the CPU, None without;
-    from outside, as a forward pass that is run again must find the same. keep: whether each block's P stays for the backward pass, the
-    second output; else memory is linear in T, as that pass computes it again. Once differentiable. On a CPU in bf16 this is, without
-    keep, 1.4 times faster than PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), level with it in fp32, and
-    it takes heads of any width, dropout included. In 16 bits scores are rounded to 16 bits, where that operator keeps fp32: results are 2
-    times as far off at scores of standard deviation 1, 7 times at 9; products of 16 bits into fp32 PyTorch has none for a CPU."""
+    from outside, as a forward pass that is run again must find the same. keep: whether each block's P stays for the backward pass, as the
+    second output; else that pass computes it again, and memory is linear in T. Once differentiable. On a CPU in bf16, without keep, 1.4
+    times as fast as PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), in fp32 level with it. In 16 bits scores
+    are rounded, where that operator keeps fp32: results are 2 times as far off at scores of standard deviation 1, 7 times at 9."""
     out = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1))
     kept = []
     for i, e in query_blocks(q, k):
@@ -186,7 +185,7 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
                                k_r: torch.Tensor | None, seed: torch.Tensor | None, dropout: float,
                                kept: list[torch.Tensor]) -> list[torch.Tensor]:
     "-> gradients of q, k, v, and of q_r, k_r if there are"
-    new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # there 0 times what is read counts (pytorch/pytorch, issue 194442)
+    new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # there 0 times NaN is NaN (pytorch/pytorch, issue 194442)
     dq, dk, dv = map(new, (q, k, v))
     if q_r is not None:
         dq_r, dk_r = new(q_r), new(k_r)
@@ -262,9 +261,9 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
     _check_meta("attention", *(t for t in (q, k, v, q_r, k_r) if t is not None))
     # One of three ways:
     # 1. Blocks of query rows: on a CPU, over a memory, and where no flash kernel serves (heads above 256, the outer form) and q k^T is
-    #    larger than v. No kernel of our own: its sums, 768 or 1,536 wide [2], outgrow the registers, so it would form q k^T anew for every
-    #    few hundred columns, 1.7 times the operations; to move that to memory and back takes a third of the products' time. Calculated for
-    #    an H200, not measured (bench.py kernels does); FlashAttention's author advises so (Dao-AILab/flash-attention, issues 801, 805).
+    #    larger than v. A kernel of our own, with sums 768 or 1,536 wide [2], would form q k^T anew for every few hundred columns that the
+    #    registers hold: 1.7 times the operations, where to write and read it takes a third of the products' time. Calculated for an H200,
+    #    not measured (bench.py kernels does); FlashAttention's author advises so (Dao-AILab/flash-attention, issues 801, 805).
     # 2. PyTorch's fused operator, for heads up to 256.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where a block takes 13 and 17.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
@@ -755,7 +754,6 @@ class SHAQConfig:
     """The defaults are SHA-RNN at full size; SHAQ_PRESETS holds what each experiment of the paper changes.
 
     A smaller model is the same preset with a smaller width: SHAQConfig(**SHAQ_PRESETS["shaq"], n_embd=192).
-    Raises ValueError, in one line, on values that make no model.
     """
     vocab_size: int = 205           # distinct byte values of enwik8; train_shaq.py takes all 256, 51 rows of the embedding more
     n_layer: int = 4
@@ -921,10 +919,9 @@ class MemoryAttention(nn.Module):
     def over_mean(self, q, m, memory):
         """Memory condensed to its mean: keys and values are Z = [W, H_i .. H_(i+p)] (eq. 1-4).
 
-        Taken per call, eq. 3 would make the output depend on where the stream is cut: a position just before a cut is
-        one of the H without it and only a part of W with it. So the windows of eq. 1-3 lie on a fixed grid, every
-        mean_window = p positions of the stream, and a call may hold a part of one or several. Calls of exactly p
-        positions are eq. 1-4 to the letter. The first window has nothing to average: its Z has no W.
+        The windows of eq. 1-3 lie on a fixed grid, every mean_window = p positions of the stream, and a call may hold a
+        part of one or several: so the output does not depend on where the stream is cut. Calls of exactly p positions are
+        eq. 1-4 to the letter. The first window has nothing to average: its Z has no W.
 
         State: C, the rows of closed windows (B, <= mem_len - p, d); W, their mean (B, 0 or 1, d); H, the rows of the
         open window so far (B, < p, d): mem_len rows at most.
@@ -946,9 +943,7 @@ class MemoryAttention(nn.Module):
     def ring(self, memory, new):
         """What forward() takes for one position at a time, new of them: memory's rows in as many places as they will need, (B, length, d),
         and how many positions there were, an int64 tensor (1,). Attention does not ask for the order of what it sees, so a new row takes
-        the place of the oldest, and no shape changes. Written in place; unring() makes memory of it again.
-
-        For memory=mean: W, if there is one, and the open window, to be used until that closes.
+        the place of the oldest, and no shape changes. For memory=mean: W, if there is one, and the open window, until that closes.
         """
         most = self.mem_len
         if self.config.memory == "mean":
@@ -1079,8 +1074,7 @@ class SHAQ(nn.Module):
 
         state=None starts a stream. The returned one (a list with a tuple for each block, tensors inside) continues it,
         and torch.save and torch.load(weights_only=True) take it as it is. Between training windows pass it through
-        detach_state(). Raises ValueError on an empty window, targets of another shape and a state of another batch size or
-        depth.
+        detach_state().
         """
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
@@ -1173,7 +1167,7 @@ class SHAQ(nn.Module):
 
     @torch.no_grad()
     def collapse(self):
-        """Put each value gate in the place of vs and of what computed it, 2,099,200 parameters at d = 1024. For inference only; returns self."""
+        """Each value gate takes the place of what computed it, 2,099,200 parameters at d = 1024. For inference only; returns self."""
         for block in self.blocks:
             if block.attn is not None and block.attn.config.gates:
                 block.attn.vs, block.attn.overparam = nn.Parameter(block.attn.value_gate(), requires_grad=False), None
