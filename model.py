@@ -428,19 +428,18 @@ class HeadLoss(torch.autograd.Function):
             logits = logits if dtype == torch.float64 else logits.float()
             target, seen = targets[i:i + n, None], counts[i:i + n, None]
             top, own = logits.amax(-1, keepdim=True), logits.gather(1, target)
-            if torch.compiler.is_compiling():
-                lse = (logits - top).exp_().sum(-1, keepdim=True).log_() + top  # logsumexp, spelt so that the compiler reads logits once
+            # lse = logsumexp(logits), p = softmax(logits) - one-hot(target), and 0 where the target does not count
+            if torch.compiler.is_compiling():  # one kernel each, that reads logits; a scatter would write and read all of p in fp32
+                lse = (logits - top).exp_().sum(-1, keepdim=True).log_() + top
+                one_hot = (seen & (target == torch.arange(len(weight), device=x.device))).to(logits.dtype)
+                p = (logits - lse.masked_fill(~seen, math.inf)).exp() - one_hot
             else:  # in place: no second n x V numbers, and each e^x once
                 p = logits.sub_(top).exp_()
                 total = p.sum(-1, keepdim=True)
                 lse = total.log() + top
+                p = p.mul_(seen / total).scatter_add_(1, target, -seen.to(p.dtype)) if grads else None
             loss = loss + (lse - own).masked_fill(~seen, 0).sum()
-            if grads:  # p = softmax - one-hot, and 0 where a target does not count
-                if torch.compiler.is_compiling():  # one kernel; a scatter would write and read all of p in fp32 before it
-                    lse = lse.masked_fill(~seen, math.inf)
-                    p = (logits - lse).exp() - (seen & (target == torch.arange(len(weight), device=x.device))).to(logits.dtype)
-                else:
-                    p.mul_(seen / total).scatter_add_(1, target, -seen.to(p.dtype))
+            if grads:
                 p = p.to(dtype)                                                          # d loss / d logits, times N
                 torch.mm(p, w_, out=dx[i:i + n])
                 part = (p.T @ rows).to(logits.dtype)                                     # of several slices summed in fp32
