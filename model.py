@@ -247,17 +247,17 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
     """softmax(q k^T / sqrt(w)) v, or with q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All (B, h, T, w), v of any width
     without q_r; k, v, k_r may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or k_r), under
     autocast in its dtype. One query, T = 1, also takes a mask (1, S) in the dtype of q: 0 where it may look, -inf elsewhere."""
-    T, S = (t.shape[-2] if t.dim() > 1 else 0 for t in (q, k))
     if not 0 <= dropout < 1:
         raise ValueError(f"attention: dropout={dropout}: expected 0 to below 1")
-    if T > 1 and mask is not None:
-        raise ValueError(f"attention is causal: a mask goes with one query, and here are {T}")
-    if (not q.dim() == k.dim() == v.dim() == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2] or v.size(2) != S or S < T or
-            k.size(3) != q.size(3) or mask is not None and mask.shape != (1, S) or (q_r is None) != (k_r is None) or
-            q_r is not None and (q_r.shape, k_r.shape, v.shape) != (q.shape, k.shape, k.shape)):
+    fits = (q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3)
+            and q.size(2) <= k.size(2) == v.size(2) and (mask is None or (q.size(2), *mask.shape) == (1, 1, k.size(2)))
+            and (q_r is None) == (k_r is None) and (q_r is None or (q_r.shape, k_r.shape, v.shape) == (q.shape, k.shape, k.shape)))
+    if not fits:
         given = dict(q=q, k=k, v=v, q_r=q_r, k_r=k_r, mask=mask)
         raise ValueError("attention: expected q (B, h, T, w), k (B, h, S, w), v (B, h, S, any), S >= T; with q_r and k_r those like q and "
-                         "k, v like k; a mask (1, S); got " + ", ".join(f"{n} {tuple(t.shape)}" for n, t in given.items() if t is not None))
+                         "k, v like k; a mask goes with one query, (1, S); got "
+                         + ", ".join(f"{n} {tuple(t.shape)}" for n, t in given.items() if t is not None))
+    T, S = q.size(2), k.size(2)
     _check_meta("attention", *(t for t in (q, k, v, q_r, k_r) if t is not None))
     # One of three ways:
     # 1. Blocks of query rows: on a CPU, over a memory, and where no flash kernel serves (heads above 256, the outer form) and q k^T is
@@ -489,9 +489,8 @@ class GPT(nn.Module):
         if c.tie_weights:
             self.lm_head.weight = self.wte.weight
         if c.pos == "rope":
-            cos, sin = self.angles()
-            self.register_buffer("cos", cos, persistent=False)
-            self.register_buffer("sin", sin, persistent=False)
+            for name, table in zip(("cos", "sin"), self.angles()):
+                self.register_buffer(name, table, persistent=False)
         self.init_weights()
 
     def tied(self):
