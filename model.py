@@ -887,9 +887,8 @@ class MemoryAttention(nn.Module):
 
         memory is None at the start of a stream, then (B, <= mem_len, d); for memory=mean see over_mean(), in generate() ring().
         """
-        q = self.W_q(h)                                                 # (B, T, d)
-        m = m.to(q.dtype)                                               # under autocast memory is held in 16 bits
-        q = self.ln_q(q)
+        q = self.ln_q(self.W_q(h))                                      # (B, T, d)
+        m = m.to(product_dtype(m))                                      # under autocast memory is held in 16 bits
         # Keys and values are the same rows of memory: k = m * k_gate, v = m * v_gate. A gate is one number a channel,
         # so it can move to the other factor of each product, which has T rows where the memory has thousands:
         #     q . (m * k_gate) = (q * k_gate) . m            weights @ (m * v_gate) = (weights @ m) * v_gate
