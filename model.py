@@ -458,6 +458,83 @@ class HeadLoss(torch.autograd.Function):
 
 
 # -----------------------------------------------------------------------------
+# What GPT and SHAQ share: the loss, counts, evaluation, sampling
+
+
+def cross_entropy(logits, targets):
+    "Mean over targets (B, T) that are not -100, in nats, of logits (B, T, V); in fp32 or wider"
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), targets.flatten())
+
+
+def breakdown(model, parts):
+    "{part: parameters}. A parameter is of the first of parts, {word: part}, whose word is in its name: StopIteration where there is none"
+    counts = dict.fromkeys(parts.values(), 0)
+    for name, p in model.named_parameters():
+        counts[next(part for word, part in parts.items() if word in name)] += p.numel()
+    return {part: n for part, n in counts.items() if n}
+
+
+@contextlib.contextmanager
+def evaluating(model):
+    "Neither dropout nor gradients inside; each part's mode comes back, also after an error"
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def sample(logits, temperature, top_k, u):
+    """One token for each row of logits (B, V), by u (B, 1) in [0, 1): (B, 1). In fp64, so that the draw does not hang on the last bits of a
+    sum; on the CPU for Apple's GPUs, which have none."""
+    if not temperature >= 0 or (top_k or 0) < 0:
+        raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 0")
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    device, logits = logits.device, logits.to(u.device).double()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the likeliest stays at 0, however small the temperature
+    if top_k:
+        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    cdf = logits.softmax(-1).cumsum(-1)
+    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=logits.size(-1) - 1).to(device)
+
+
+def draws(n, temperature, idx, generator):
+    """n times u for sample(), (n, B, 1), drawn at once: to draw each when it is wanted would make a GPU wait for the CPU at every token.
+    temperature 0 draws none."""
+    if n < 0 or idx.dim() != 2 or not idx.size(1):
+        raise ValueError(f"{n} tokens after a prompt of shape {tuple(idx.shape)}: expected 0 or more after 1 or more, (B, T)")
+    u = torch.zeros(n, len(idx), 1, dtype=torch.float64, device=generator.device)
+    return (u.uniform_(generator=generator) if temperature else u).to(idx.device if idx.is_cuda else "cpu")
+
+
+side_stream = lru_cache(None)(torch.cuda.Stream)  # one for each device: cuBLAS keeps a workspace for every stream it ever saw
+
+
+def captured(work, device, keep=()):
+    """work(), which takes no arguments and leaves its results in tensors that stay where they are -> the same as one CUDA graph; on other
+    devices work itself. Before it can be recorded it must run once: the tensors in keep are put back as they were."""
+    if device.type != "cuda":
+        return work
+    with torch.cuda.device(device):
+        before, side = [t.clone() for t in keep], side_stream(torch.cuda.current_device())
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):  # records, runs nothing
+            work()
+        for t, b in zip(keep, before):
+            t.copy_(b)
+    return graph.replay
+
+
+# -----------------------------------------------------------------------------
 # GPT
 
 
@@ -640,79 +717,6 @@ class GPT(nn.Module):
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
         head = c.vocab_size * c.n_embd if c.tie_weights else 0
         return 6 * (weights + head) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
-
-
-def cross_entropy(logits, targets):
-    "Mean over targets (B, T) that are not -100, in nats, of logits (B, T, V); in fp32 or wider"
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), targets.flatten())
-
-
-def breakdown(model, parts):
-    "{part: parameters}. A parameter is of the first of parts, {word: part}, whose word is in its name: StopIteration where there is none"
-    counts = dict.fromkeys(parts.values(), 0)
-    for name, p in model.named_parameters():
-        counts[next(part for word, part in parts.items() if word in name)] += p.numel()
-    return {part: n for part, n in counts.items() if n}
-
-
-@contextlib.contextmanager
-def evaluating(model):
-    "Neither dropout nor gradients inside; each part's mode comes back, also after an error"
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-def sample(logits, temperature, top_k, u):
-    """One token for each row of logits (B, V), by u (B, 1) in [0, 1): (B, 1). In fp64, so that the draw does not hang on the last bits of a
-    sum; on the CPU for Apple's GPUs, which have none."""
-    if not temperature >= 0 or (top_k or 0) < 0:
-        raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 0")
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    device, logits = logits.device, logits.to(u.device).double()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the likeliest stays at 0, however small the temperature
-    if top_k:
-        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    cdf = logits.softmax(-1).cumsum(-1)
-    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=logits.size(-1) - 1).to(device)
-
-
-def draws(n, temperature, idx, generator):
-    """n times u for sample(), (n, B, 1), drawn at once: to draw each when it is wanted would make a GPU wait for the CPU at every token.
-    temperature 0 draws none."""
-    if n < 0 or idx.dim() != 2 or not idx.size(1):
-        raise ValueError(f"{n} tokens after a prompt of shape {tuple(idx.shape)}: expected 0 or more after 1 or more, (B, T)")
-    u = torch.zeros(n, len(idx), 1, dtype=torch.float64, device=generator.device)
-    return (u.uniform_(generator=generator) if temperature else u).to(idx.device if idx.is_cuda else "cpu")
-
-
-side_stream = lru_cache(None)(torch.cuda.Stream)  # one for each device: cuBLAS keeps a workspace for every stream it ever saw
-
-
-def captured(work, device, keep=()):
-    """work(), which takes no arguments and leaves its results in tensors that stay where they are -> the same as one CUDA graph; on other
-    devices work itself. Before it can be recorded it must run once: the tensors in keep are put back as they were."""
-    if device.type != "cuda":
-        return work
-    with torch.cuda.device(device):
-        before, side = [t.clone() for t in keep], side_stream(torch.cuda.current_device())
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):  # records, runs nothing
-            work()
-        for t, b in zip(keep, before):
-            t.copy_(b)
-    return graph.replay
 
 
 @torch.no_grad()
