@@ -570,36 +570,6 @@ class GPT(nn.Module):
                 self.register_buffer(name, table, persistent=False)
         self.init_weights()
 
-    def tied(self):
-        "Whether the head is the token embedding. What was put in the place of either later may have no weight"
-        return getattr(self.lm_head, "weight", 0) is getattr(self.wte, "weight", None)
-
-    def angles(self, device=None):
-        return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device)
-
-    def _apply(self, fn, recurse=True):
-        """What .to() and its kin do, and two things more: a cast must not round the angles, and to_empty(), after which a model made on the
-        meta device is loaded or drawn, would leave them out and make two parameters of a tied one."""
-        tied, cos = self.tied(), getattr(self, "cos", None)
-        super()._apply(fn, recurse)
-        if cos is not None and not self.cos.is_meta and (cos.is_meta or self.cos.dtype != cos.dtype):
-            self.cos, self.sin = self.angles(self.cos.device)
-        if tied:
-            self.lm_head.weight = self.wte.weight
-        return self
-
-    def load_state_dict(self, *args, **kw):
-        "With assign=True, too, a tied head stays tied, and a model made on the meta device gets its angles"
-        tied = self.tied()
-        found = super().load_state_dict(*args, **kw)
-        if tied and "wte.weight" in found.missing_keys:  # some files hold the two once, under either name
-            self.wte.weight = self.lm_head.weight
-        elif tied:
-            self.lm_head.weight = self.wte.weight
-        if self.config.pos == "rope" and self.cos.is_meta and not self.wte.weight.is_meta:
-            self.cos, self.sin = self.angles(self.wte.weight.device)
-        return found
-
     @torch.no_grad()
     def init_weights(self):
         """All initialisation, in one place: GPT-2's. A parameter that no line below names is an error."""
@@ -717,6 +687,38 @@ class GPT(nn.Module):
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
         head = c.vocab_size * c.n_embd if c.tie_weights else 0
         return 6 * (weights + head) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
+
+    # What PyTorch would forget of a tied head and of the angles
+
+    def tied(self):
+        "Whether the head is the token embedding. What was put in the place of either later may have no weight"
+        return getattr(self.lm_head, "weight", 0) is getattr(self.wte, "weight", None)
+
+    def angles(self, device=None):
+        return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device)
+
+    def _apply(self, fn, recurse=True):
+        """What .to() and its kin do, and two things more: a cast must not round the angles, and to_empty(), after which a model made on the
+        meta device is loaded or drawn, would leave them out and make two parameters of a tied one."""
+        tied, cos = self.tied(), getattr(self, "cos", None)
+        super()._apply(fn, recurse)
+        if cos is not None and not self.cos.is_meta and (cos.is_meta or self.cos.dtype != cos.dtype):
+            self.cos, self.sin = self.angles(self.cos.device)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+        return self
+
+    def load_state_dict(self, *args, **kw):
+        "With assign=True, too, a tied head stays tied, and a model made on the meta device gets its angles"
+        tied = self.tied()
+        found = super().load_state_dict(*args, **kw)
+        if tied and "wte.weight" in found.missing_keys:  # some files hold the two once, under either name
+            self.wte.weight = self.lm_head.weight
+        elif tied:
+            self.lm_head.weight = self.wte.weight
+        if self.config.pos == "rope" and self.cos.is_meta and not self.wte.weight.is_meta:
+            self.cos, self.sin = self.angles(self.wte.weight.device)
+        return found
 
 
 @torch.no_grad()
@@ -886,6 +888,13 @@ class MemoryAttention(nn.Module):
         c, f = self.overparam(torch.sigmoid(self.vs)).chunk(2)
         return torch.sigmoid(f) * torch.tanh(c)
 
+    def attend(self, q, m, mask=None):
+        """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d): causal in the window, open over
+        all memory"""
+        q, k = (t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for t in (q, m))             # (B, h, T or S, d_h)
+        y = attention(q, k, self.drop(k), dropout=self.drop.p if self.training else 0.0, mask=mask)
+        return y.transpose(1, 2).flatten(2)
+
     def forward(self, h, m, memory=None):
         """h (B, T, d) for the queries, m (B, T, d) the window's own rows of memory -> (B, T, d), memory.
 
@@ -962,13 +971,6 @@ class MemoryAttention(nn.Module):
             C, W, _ = before
             return C, W, rows[:, W.size(1):]
         return last(rows, self.mem_len)
-
-    def attend(self, q, m, mask=None):
-        """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d): causal in the window, open over
-        all memory"""
-        q, k = (t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for t in (q, m))             # (B, h, T or S, d_h)
-        y = attention(q, k, self.drop(k), dropout=self.drop.p if self.training else 0.0, mask=mask)
-        return y.transpose(1, 2).flatten(2)
 
 
 class Boom(nn.Module):
