@@ -292,14 +292,12 @@ if triton is not None:
                     n = n + (a + b, a - b)
                 t = n
         lane = tl.broadcast_to(tl.arange(0, L)[None, :], (R * K, L))
-        n = ()
-        for i in tl.static_range(V):
-            y = t[i]
-            for s in tl.static_range(5):
-                if 1 << s < L:
-                    y = tl.gather(y, lane ^ (1 << s), 1) + (1 - 2 * (lane >> s & 1)).to(tl.float32) * y
-            n = n + (y,)
-        t = n
+        for s in tl.static_range(5):
+            if 1 << s < L:
+                other, sign, n = lane ^ (1 << s), (1 - 2 * (lane >> s & 1)).to(tl.float32), ()
+                for i in tl.static_range(V):
+                    n = n + (tl.gather(t[i], other, 1) + sign * t[i],)
+                t = n
         for s in tl.static_range(3):
             if 1 << s < V:
                 n = ()
@@ -594,7 +592,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
         inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # numbers a thread: of a tile, of all tiles
         if kind == "grads" and bits == 16 and d <= 3072:  # three sets of them
-            warps, each, numbers = 1 if d <= 1536 else 2, 8 if d == 2048 else 4, 1  # one row
+            warps, each, numbers = 1 if d <= 1536 else 2, 8 if d == 2048 else 4, 32
         elif kind == "grads":
             warps, numbers = (4 if d <= 6144 else warps, 48) if bits == 16 else (warps, 32)
         elif kind == "norm":  # and two residuals: 15 programs a multiprocessor, where tensor-core products of 16 rows leave it one
