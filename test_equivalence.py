@@ -5219,7 +5219,7 @@ HADAMARD_CODE = [  # most instructions an element (of gradients: the loop's), a 
     (29, "norm", 90, "bf16", 768, 12, True), (36, "norm", 90, "bf16", 768, 12, False), (35, "norm", 80, "bf16", 1024, 16, False),
     (22, "norm", 90, "bf16", 1024, 16, True, "fp32"), (41, "norm", 90, "bf16", 2048, 16, False, "fp32"),
     (38, "norm", 90, "bf16", 1536, 16, False), (25, "norm", 100, "bf16", 2048, 16, True), (44, "norm", 90, "bf16", 2048, 16, False),
-    (50, "norm", 90, "bf16", 2560, 20, False), (46, "norm", 80, "bf16", 2560, 20, False, "fp32"),
+    (51, "norm", 90, "bf16", 2560, 20, False), (46, "norm", 80, "bf16", 2560, 20, False, "fp32"),
     (44, "norm", 100, "bf16", 3072, 24, False), (47, "norm", 90, "bf16", 4096, 32, False),
     # their gradients, 10 and 16 bytes: 68 and 108 instructions
     (39, "norm backward", 80, "bf16", 768, 12, False, "fp32"), (24, "norm backward", 90, "bf16", 1024, 16, True, "fp32"),
