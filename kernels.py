@@ -263,7 +263,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 #     across tiles     H_M (x) H_P, plain additions of whole tiles in fp32: no shuffles, no shared memory, no padding for orders like 12.
 # Tile n holds the elements (a, n, c), all a and c, of a row seen as (A, NT, C), so A > 1 puts the factor across tiles in the middle:
 # H_A (x) H_NT (x) H_C. That is the layer's H for 16 heads of 96 = 12 * 8. A mix over heads alone is NT = h, INNER = 0. There a program
-# takes CW of a head's C channels, or C = 96 stand in tiles of CW = 128; elsewhere CW is C.
+# takes CW of a head's C channels, or C = 96 stand in tiles of CW = 128; elsewhere CW is C. V: how many neighbours of a row a thread holds.
 # Floor in 16 bits: 4 bytes an element. Instructions an element on sm_90 (27 keep up with nine tenths of an H200's memory), from
 # ahead-of-time compilation: 12.6 for d = 1024, 16.2 for 768, by butterflies 20 to 25; in fp32 the budget is twice that. Of these 4 are
 # shuffles where 16 threads share a row (d = 1536, 2048), 5 where 32 do (2560, 3072); 6.9 would keep up. With reshape, permute, split and
