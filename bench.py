@@ -189,12 +189,18 @@ def fits(what):
 
 
 def table(args, title, head, rows):
-    "Print a Markdown table: hardware and date are part of its caption; None is printed as a dash, a column of nothing else not at all"
-    head, *rows = zip(*(column for column in zip(head, *rows) if set(column[1:]) != {None}))
+    """Print a Markdown table: hardware and date are part of its caption. head: each column's name and, behind it in braces, the format of
+    its cells; None is printed as a dash, a column of nothing else not at all"""
+    columns = []
+    for name, *cells in zip(head, *rows):
+        name, _, form = name.partition(" {")
+        if set(cells) != {None}:
+            columns.append([name, *("–" if v is None else ("{" + (form or "}")).format(v) for v in cells)])
+    head, *rows = zip(*columns)
     print(f"\n**{title}** ({args.hardware}, {args.run[:10]})\n")
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for row in rows:
-        print("| " + " | ".join("–" if v is None else str(v) for v in row) + " |")
+        print("| " + " | ".join(row) + " |")
     sys.stdout.flush()
 
 
@@ -248,10 +254,6 @@ def spread(t):
     half = (high - low) / 2
     digits = max(0, -math.floor(math.log10(half or mid / 100)))
     return f"{mid:,.{digits}f} ± {half:,.{digits}f}"
-
-
-def signed(value, form="{:+.2f}"):
-    return None if value is None else form.format(value)
 
 
 def nats(bytes_per_token):
@@ -346,7 +348,7 @@ def bench_params(args):
     def add(name, paper, n):
         exact = isinstance(paper, int)
         value = paper if exact else float(paper[:-1]) * {"M": 1e6, "B": 1e9}[paper[-1]]  # '-7.1M' -> -7.1e6
-        rows.append((name, f"{paper:,}" if exact else paper, f"{n:,}", f"{n - paper:+,}" if exact else f"{(n - value) / 1e6:+.2f}M"))
+        rows.append((name, f"{paper:,}" if exact else paper, n, f"{n - paper:+,}" if exact else f"{(n - value) / 1e6:+.2f}M"))
         record(args, name=name, paper=value, measured=n)
 
     for size, paper in MILLIONS.items():
@@ -362,7 +364,7 @@ def bench_params(args):
         add(preset, paper, n)
         if preset == "sharnn":
             add(f"sharnn with the {SHARNN_DEAD:,} parameters of the published code that nothing reads", SHARNN_PUBLISHED, n + SHARNN_DEAD)
-    table(args, "Parameters", ["model", "paper", "measured", "difference"], rows)
+    table(args, "Parameters", ["model", "paper", "measured {:,}", "difference"], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -609,15 +611,14 @@ def bench_compare(args):
     rows = []
     for i, mine in enumerate(runs):
         r, loss, base = mine[0], [r["val_loss"] for r in mine], [r["val_loss"] for r in runs[0]]
-        rows.append((f"`{texts[i] or 'default'}`", f"{r['params']:,}", f"{r['steps']:,}",
-                     r["paper"] and (f"{r['paper']} bpc" if kind == "shaq" else f"ppl {r['paper']}"), f"{np.mean(loss):.4f}",
-                     f"{np.mean([r['bits_per_byte'] for r in mine]):.4f}", "baseline" if i == 0 else with_error(*paired(loss, base)),
-                     f"{np.median([r['tokens_per_s'] for r in mine]):,.0f}",
-                     r["peak_mib"] and f"{max(r['peak_mib'] for r in mine):,.0f}"))
+        rows.append((f"`{texts[i] or 'default'}`", r["params"], r["steps"],
+                     r["paper"] and (f"{r['paper']} bpc" if kind == "shaq" else f"ppl {r['paper']}"), np.mean(loss),
+                     np.mean([r["bits_per_byte"] for r in mine]), "baseline" if i == 0 else with_error(*paired(loss, base)),
+                     np.median([r["tokens_per_s"] for r in mine]), r["peak_mib"] and max(r["peak_mib"] for r in mine)))
     table(args, f"Equal {args.equal}, {args.seeds} seed{'s' * (args.seeds > 1)}, {data.name}, "
           f"{'compiled' if args.compile else 'not compiled'}",
-          ["variant", "parameters", "steps", "paper, its data and size", "validation loss, nats", "bits per byte",
-           "difference ± standard error", "tokens/s", "peak MiB"], rows)
+          ["variant", "parameters {:,}", "steps {:,}", "paper, its data and size", "validation loss, nats {:.4f}", "bits per byte {:.4f}",
+           "difference ± standard error", "tokens/s {:,.0f}", "peak MiB {:,.0f}"], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -690,12 +691,12 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
             found = dict(share_of_copy=share(floor[i], took))
             if i:
                 found["share_of_copy_backward"] = share(floor[1] - floor[0], took - median[0][name])
-            row += [spread(t[i][name]), *(s and f"{s:.2f}" for s in found.values()), f"{median[i][compare_with] / took:.2f}"]
+            row += [spread(t[i][name]), *found.values(), median[i][compare_with] / took]
             if name == "copy":
                 row[0] = f"copy, {2 * copy[0][0].nbytes / took / 1e9:,.0f} GB/s"
             record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), **found, **fields)
         rows.append(row)
-    rate, speedup = "share of a copy's rate", f"times as fast as {compare_with}"
+    rate, speedup = "share of a copy's rate {:.2f}", f"times as fast as {compare_with} {{:.2f}}"
     table(args, title + ", by CUDA graphs but for LSTM and loop" * args.gpu,
           ["", "forward, ms", rate, speedup, "forward + backward, ms", rate, f"backward alone, {rate}", speedup], rows)
 
@@ -961,7 +962,7 @@ def gains(t):
 
 
 def gain_cells(variant, gain, gain_error, share):
-    return None if variant == "dense" else with_error(gain, gain_error, "+.1%"), signed(share, "{:.2f}")
+    return None if variant == "dense" else with_error(gain, gain_error, "+.1%"), share
 
 
 def speed_flags(gpu, batch, T):
@@ -1009,17 +1010,16 @@ def bench_prefill(args):
             ms, rate, mb = PREFILL[size][i] if size in PREFILL and (B, T) == (1024, 64) and i < 2 else (None, None, None)
             paper_gain = rate / PREFILL[size][0][1] - 1 if rate and i == 1 else None
             rows.append((size, f"{B} x {T}", "compiled" if compiled else "eager", out, ms,
-                         f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}", signed(ms and v.mean() * 1e3 - ms, "{:+.2f} ms"),
-                         f"{B * T / v.mean():,.0f}", rate and f"{rate:,}", paper_gain and f"{paper_gain:+.1%}",
-                         *gain_cells(out, **gain[out]), mb and f"{mb:,}", peak[out] and f"{peak[out]:,.0f}"))
+                         f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}", ms and v.mean() * 1e3 - ms, B * T / v.mean(), rate,
+                         paper_gain, *gain_cells(out, **gain[out]), mb, peak[out]))
             record(args, size=size, batch=B, T=T, compiled=compiled, variant=out, seconds=v.tolist(), tokens_per_s=B * T / v.mean(),
                    peak_mib=peak[out], **gain[out])
         return rows
 
     rows = cases(args, measure)
-    table(args, "Prefill", ["size", "batch x T", "mode", "variant", "paper (H100), ms", "measured, ms", "difference", "tokens/s",
-                            "paper, tokens/s (at odds with its ms)", "paper's gain", "gain ± standard error", "share of identity's gain",
-                            "paper, MB", "peak MiB"], rows)
+    table(args, "Prefill", ["size", "batch x T", "mode", "variant", "paper (H100), ms", "measured, ms", "difference {:+.2f} ms",
+                            "tokens/s {:,.0f}", "paper, tokens/s (at odds with its ms) {:,}", "paper's gain {:+.1%}",
+                            "gain ± standard error", "share of identity's gain {:.2f}", "paper, MB {:,}", "peak MiB {:,.0f}"], rows)
 
 
 @command(lambda gpu: (
@@ -1074,20 +1074,19 @@ def bench_decode(args):
                 ours = B / v.mean()
                 papers = DECODE.get((B, n), {}).get(size, ())  # dense, hadamard
                 paper = papers[i] if i < len(papers) else None
-                rows.append((size, f"{B} x {T} + {n}", f"{'compiled, ' if compiled else ''}{mode}", out, paper and f"{paper:,}",
-                             f"{ours:,.0f}", paper and f"{ours / paper:.2f} times", f"{t_first[out].mean() * 1e3:.3f}",
-                             f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}", f"{floor * 1e3:.3f}",
-                             f"{floor / v.mean():.2f}", f"{paper / papers[0] - 1:+.1%}" if paper and i == 1 else None,
-                             *gain_cells(out, **gain[out]), peak[out] and f"{peak[out]:,.0f}"))
+                rows.append((size, f"{B} x {T} + {n}", f"{'compiled, ' if compiled else ''}{mode}", out, paper, ours,
+                             paper and ours / paper, t_first[out].mean() * 1e3, f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}",
+                             floor * 1e3, floor / v.mean(), paper / papers[0] - 1 if paper and i == 1 else None,
+                             *gain_cells(out, **gain[out]), peak[out]))
                 record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(),
                        tokens_per_s=ours, seconds_first=t_first[out].tolist(), floor=floor, peak_mib=peak[out], **gain[out])
         return rows
 
     rows = cases(args, measure)
     table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
-        "size", "batch x prompt + new", "mode", "variant", "paper, tokens/s", "tokens/s", "difference", "first token, ms",
-        "then ms a step", "floor of bytes, ms", "floor / measured", "paper's gain", "gain ± standard error", "share of identity's gain",
-        "peak MiB"], rows)
+        "size", "batch x prompt + new", "mode", "variant", "paper, tokens/s {:,}", "tokens/s {:,.0f}", "difference {:.2f} times",
+        "first token, ms {:.3f}", "then ms a step", "floor of bytes, ms {:.3f}", "floor / measured {:.2f}", "paper's gain {:+.1%}",
+        "gain ± standard error", "share of identity's gain {:.2f}", "peak MiB {:,.0f}"], rows)
     generate_rows(args, m, copy)
 
 
@@ -1111,11 +1110,11 @@ def generate_rows(args, m, copy):
         c, s = model.config, np.median(t[preset])
         memory = len(c.attn_layers) * min(dict(full=c.mem_len, mean=1 + c.mean_window, none=0)[c.memory], n) * c.n_embd
         floor = (sum(p.nbytes for p in model.parameters()) + memory * m.dtype.itemsize) / copy
-        rows.append((preset, spread(t[preset]), f"{1 / s:,.0f}", f"{floor * 1e3:.3f}", f"{floor / s:.2f}"))
+        rows.append((preset, spread(t[preset]), 1 / s, floor * 1e3, floor / s))
         record(args, preset=preset, seconds_a_byte=t[preset].tolist(), floor=floor)
     table(args, f"SHAQ, one byte at a time, {model.config.n_embd} wide behind {n} bytes, "
           f"{'each a CUDA graph' if args.gpu else 'not compiled'}",
-          ["preset", "ms a byte", "bytes/s", "floor of bytes, ms", "floor / measured"], rows)
+          ["preset", "ms a byte", "bytes/s {:,.0f}", "floor of bytes, ms {:.3f}", "floor / measured {:.2f}"], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -1177,8 +1176,7 @@ def bench_train(args):
             paper = papers.get(name) if t.model.config.n_embd == SHAQConfig.n_embd else None
             # SHAQ's windows differ in length, but step i of all variants is the same one
             rates[name] = rate = tokens / (np.median(s) if kind == "gpt" else s.mean())
-            rows.append((name, f"{t.params:,}", f"{tokens:,.0f}", spread(s), paper and f"{paper:,.0f}", f"{rate:,.0f}",
-                         paper and f"{rate / paper:.2f} times", f"{rate * t.flops / peak:.1%}", memory[name] and f"{memory[name]:,.0f}"))
+            rows.append((name, t.params, tokens, spread(s), paper, rate, paper and rate / paper, rate * t.flops / peak, memory[name]))
             record(args, model=kind, variant=name, seconds=s.tolist(), tokens=tokens, tokens_per_s=rate, mfu=rate * t.flops / peak,
                    peak_mib=memory[name], params=t.params, compiled=args.compile)
         base, *others = rates
@@ -1188,8 +1186,7 @@ def bench_train(args):
             if shapes == {(12, 768)}:
                 paper = 1 / (1 - 0.376)  # 15 min 47 s -> 9 min 51 s
             x = rates[name] / rates[base]
-            difference = signed(paper and x - paper)
-            ratios.append((f"{name} against {base}", paper and f"{paper:.2f}", f"{x:.2f}", difference, f"{1 / x - 1:+.1%}"))
+            ratios.append((f"{name} against {base}", paper, x, paper and x - paper, 1 / x - 1))
         for name in trainers if args.profile else ():
             with fits(f"{name}'s profile"):
                 with torch.profiler.profile() as p:
@@ -1203,8 +1200,10 @@ def bench_train(args):
         with fits(", ".join(variants)):
             measure(kind, vocabulary, variants)
     table(args, f"Training steps, {'compiled' if args.compile else 'eager'}; MFU against {peak / 1e12:.3g} TFLOP/s, {source}", [
-        "model", "parameters", "tokens a step", "ms", "paper (V100), tokens/s", "tokens/s", "difference", "MFU", "peak MiB"], rows)
-    table(args, "Speed ratios of the same run", ["", "paper, times as fast", "measured", "difference", "time a token"], ratios)
+        "model", "parameters {:,}", "tokens a step {:,.0f}", "ms", "paper (V100), tokens/s {:,.0f}", "tokens/s {:,.0f}",
+        "difference {:.2f} times", "MFU {:.1%}", "peak MiB {:,.0f}"], rows)
+    table(args, "Speed ratios of the same run", ["", "paper, times as fast {:.2f}", "measured {:.2f}", "difference {:+.2f}",
+                                                 "time a token {:+.1%}"], ratios)
     if profiles:
         most = {op: max(p.get(op, 0) for p in profiles.values()) for p in profiles.values() for op in p}
         most = sorted((op for op in most if most[op] > 0.02), key=most.get, reverse=True)
@@ -1322,13 +1321,12 @@ def bench_scaling(args):
             if len(rates[size]) > 1 and best in (min(rates[size]), max(rates[size])):
                 warn(f"note: {size} {out} is best at lr {best:g}, at an end of those that were tried: give --lr more there")
             ours, paper = np.mean(loss), papers[out]
-            rows.append((size, out, f"{mine[0]['compute']:.3g}", f"{best:g}", paper and f"{paper:.2f}", f"{math.exp(ours):.2f}",
-                         signed(paper and math.exp(ours) - paper), f"{ours:.4f}",
+            rows.append((size, out, mine[0]["compute"], best, paper, math.exp(ours), paper and math.exp(ours) - paper, ours,
                          None if out == base else with_error(*paired(loss, [r["val_loss"] for r in others]))))
     table(args, f"Runs of equal FLOPs, {args.tokens_per_param:g} tokens per parameter of {base}, {data.name}, "
           f"{args.seeds} seed{'s' * (args.seeds > 1)}",
-          ["size", "variant", "FLOPs", "best learning rate", "paper's perplexity", "perplexity", "difference",
-           f"loss, {nats(data.bytes_per_token)}", f"against {base}"], rows)
+          ["size", "variant", "FLOPs {:.3g}", "best learning rate {:g}", "paper's perplexity {:.2f}", "perplexity {:.2f}",
+           "difference {:+.2f}", f"loss, {nats(data.bytes_per_token)} {{:.4f}}", f"against {base}"], rows)
     rows, slopes = [], {}
     for out in args.variants:
         best = at_best_rate(runs[out])
@@ -1336,12 +1334,11 @@ def bench_scaling(args):
         s, error, _ = slope(*loss_against_compute(best))
         over_seeds = paired(slopes[out], [0.0] * args.seeds)[1]
         paper = slope(*zip(*paper_points(out)))[0] if out in OUTS[:2] else None
-        rows.append((out, paper and f"{paper:.4f}", f"{s:.4f}", signed(paper and s - paper, "{:+.4f}"),
-                     error and f"{error:.4f}", over_seeds and f"{over_seeds:.4f}",
+        rows.append((out, paper, s, paper and s - paper, error, over_seeds,
                      None if out == base else with_error(*paired(slopes[out], slopes[base]))))
         record(args, variant=out, exponent=s, error=error, over_seeds=over_seeds, sizes=list(sizes))
     table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities and 6 N D, on other data", [
-        "variant", "paper", "measured", "difference", "standard error of the fit", "over seeds",
+        "variant", "paper {:.4f}", "measured {:.4f}", "difference {:+.4f}", "standard error of the fit {:.4f}", "over seeds {:.4f}",
         f"against {base}, over seeds"], rows)
 
 
@@ -1449,10 +1446,10 @@ def bench_eval(args):
             paper = papers[task][OUTS.index(c["attn_out"])] if task in papers and metric.startswith("acc") else None
             n = found.get("n-samples", {}).get(task, {}).get("effective")
             rows.append((task, metric, n, paper, f"{100 * value:.1f}" if metric.startswith("acc") else f"{value:.4f}",
-                         signed(paper and 100 * value - paper, "{:+.1f}")))
+                         paper and 100 * value - paper))
             record(args, ckpt=args.ckpt, size=size, variant=c["attn_out"], task=task, metric=metric, value=value, n=n)
     table(args, f"Zero-shot, {args.ckpt}; the paper's percentages are of its own training runs",
-          ["task", "metric", "questions", "paper, %", "measured", "difference"], rows)
+          ["task", "metric", "questions", "paper, %", "measured", "difference {:+.1f}"], rows)
 
 
 # -----------------------------------------------------------------------------
