@@ -1457,8 +1457,13 @@ def bench_eval(args):
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255"]  # Okabe and Ito's, for all eyes, and
 # one of Tol's in place of their yellow, which is faint on white
-MARKS = "osD^vPX*"
-LINES, FILL = ("-", "--", ":"), ("full", "left", "none")  # of the first eight, the next, and the rest
+PAPER = dict(marker="*", ms=12, mfc="none", ls="")
+
+
+def style(i):
+    "The look of the i-th variant: after eight, colours and marks begin anew with other lines and fillings"
+    again = i // 8 % 3
+    return dict(color=COLORS[i % 8], marker="osD^vPX*"[i % 8], ls=("-", "--", ":")[again], fillstyle=("full", "left", "none")[again])
 
 
 def records(folder, what, run_at):
@@ -1561,7 +1566,7 @@ def plot_logs(plt, rows):
     for i, name in enumerate(dict.fromkeys(row["title"] for row in rows)):
         for k, row in enumerate(row for row in rows if row["title"] == name):
             minutes, _, bits = zip(*[p for p in row["curve"] if p[1]] or row["curve"])  # no start: it would squeeze the rest
-            ax.plot(minutes, bits, color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, lw=1, ls=LINES[i // 8 % 3], label=None if k else name)
+            ax.plot(minutes, bits, **style(i), ms=4, lw=1, label=None if k else name)
     ax.set(xlabel="minutes in training steps", ylabel="validation, bits per byte")
     fig.legend(loc="outside right upper", fontsize=8)
     yield "training", fig
@@ -1583,12 +1588,12 @@ def plot_compare(plt, rows):
         mean = curves.mean(0)
         error = curves[..., 3].std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else None
         for ax, x in zip(axes, mean.T[:3]):
-            ax.plot(x, mean[:, 3], color=COLORS[i % 8], marker=MARKS[i % 8], ms=4, ls=LINES[i // 8 % 3], label=name)
+            ax.plot(x, mean[:, 3], **style(i), ms=4, label=name)
             if error is not None:
                 ax.fill_between(x, mean[:, 3] - error, mean[:, 3] + error, color=COLORS[i % 8], alpha=0.2, lw=0)
         if i:
             d, e = paired([r["val_loss"] for r in mine], [base[r["seed"]] for r in mine])
-            axes[3].errorbar(d, len(variants) - i, xerr=e, color=COLORS[i % 8], marker=MARKS[i % 8], fillstyle=FILL[i // 8 % 3], capsize=4)
+            axes[3].errorbar(d, len(variants) - i, xerr=e, **style(i), capsize=4)
     for ax, label in zip(axes, ("steps", "FLOPs", "seconds at the median pace")):
         ax.set(xlabel=label, ylabel=f"validation loss, {nats(rows[0].get('bytes_per_token'))}")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
@@ -1601,10 +1606,10 @@ def plot_compare(plt, rows):
         for i, name in sorted(variants.items()):
             mine = [r for r in rows if r["index"] == i]
             hours, paper = ABLATIONS[mine[0]["preset"]][0], mine[0]["paper"]  # None where the paper has no such model
-            style = dict(color=COLORS[i % 8], marker=MARKS[i % 8], fillstyle=FILL[i // 8 % 3], ls="", label=name)
-            axes[0].plot([r["tokens"] / r["tokens_per_s"] / 60 for r in mine], [r["bits_per_byte"] for r in mine], **style)
+            points = style(i) | dict(ls="", label=name)
+            axes[0].plot([r["tokens"] / r["tokens_per_s"] / 60 for r in mine], [r["bits_per_byte"] for r in mine], **points)
             if hours and paper:
-                axes[1].plot(hours * 32, paper, **style, mfc="none")
+                axes[1].plot(hours * 32, paper, **points, mfc="none")
         axes[0].set(xlabel="minutes of training, at the median pace", ylabel="bits per byte", title=f"measured, {rows[0]['dataset']}")
         axes[1].set(xlabel="hours of training (V100)", ylabel="bits per byte", title="paper, enwik8 test, 32 epochs")
         axes[0].legend()
@@ -1625,7 +1630,7 @@ def plot_scaling(plt, rows):
         for ax, (x, y), fill in ((axes[0], measured, COLORS[i]), (axes[1], paper, "none")):
             if len(x) > 1:
                 s, _, a = slope(x, y)
-                ax.loglog(x, y, color=COLORS[i], marker=MARKS[i], mfc=fill, ls="", label=f"{out}, loss ~ FLOPs^{s:.3f}")
+                ax.loglog(x, y, **style(i) | dict(mfc=fill, ls="", label=f"{out}, loss ~ FLOPs^{s:.3f}"))
                 ax.loglog(x, np.exp(s * np.log(x) + a), color=COLORS[i], lw=1)
     for ax, title, flops, b in ((axes[0], f"measured, {rows[0]['dataset']}", "FLOPs", rows[0].get("bytes_per_token")),
                                 (axes[1], "paper", "FLOPs (6 N D)", None)):
@@ -1661,13 +1666,11 @@ def plot_heatmap(plt, rows):
             fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
             for i, out in enumerate(OUTS):
                 r = sorted((r for r in mine if r["variant"] == out), key=lambda r: r[key])
-                x = [v[key] for v in r]
-                axes[0].errorbar(x, [np.mean(v["seconds"]) * 1e3 for v in r], [deviation(v["seconds"]) * 1e3 for v in r],
-                                 color=COLORS[i], marker=MARKS[i], label=out)
-                axes[1].plot(x, [v["tokens_per_s"] for v in r], color=COLORS[i], marker=MARKS[i])
+                x, ms = [v[key] for v in r], [np.array(v["seconds"]) * 1e3 for v in r]
+                axes[0].errorbar(x, [t.mean() for t in ms], [deviation(t) for t in ms], **style(i), label=out)
+                axes[1].plot(x, [v["tokens_per_s"] for v in r], **style(i))
                 if size in PREFILL and i < 2 and any((v["batch"], v["T"]) == (1024, 64) for v in r):
-                    axes[0].plot(64 if key == "T" else 1024, PREFILL[size][i][0], color=COLORS[i], marker="*", ms=12, mfc="none", ls="",
-                                 label=f"paper, {out}")
+                    axes[0].plot(64 if key == "T" else 1024, PREFILL[size][i][0], **PAPER, color=COLORS[i], label=f"paper, {out}")
             axes[0].set(xlabel=label, ylabel="latency, ms", title=title)
             axes[1].set(xlabel=label, ylabel="tokens/s", title=title)
             axes[0].legend()
@@ -1685,9 +1688,9 @@ def plot_decode(plt, rows):
                 mine, best = [r for r in rows if (r["size"], r["T"], r["variant"]) == (size, T, out)], {}
                 for r in mine:
                     best[r["batch"]] = max(best.get(r["batch"], 0), r["tokens_per_s"])
-                ax.plot(sorted(best), [best[b] for b in sorted(best)], color=COLORS[i], marker=MARKS[i], label=out)
+                ax.plot(sorted(best), [best[b] for b in sorted(best)], **style(i), label=out)
                 if i < 2 and size in DECODE[2048, 64] and any((r["batch"], r["new_tokens"]) == (2048, 64) for r in mine):
-                    ax.plot(2048, DECODE[2048, 64][size][i], color=COLORS[i], marker="*", ms=12, mfc="none", ls="", label=f"paper, {out}")
+                    ax.plot(2048, DECODE[2048, 64][size][i], **PAPER, color=COLORS[i], label=f"paper, {out}")
             ax.set(xlabel="batch, sequences", ylabel="tokens/s", title=f"{size}, prompt of {T}")
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_formatter("{x:g}")
