@@ -1499,8 +1499,6 @@ def bench_plot(args):
     and length; decoding throughput against batch; bits per byte against time for SHA-RNN's ablations. The papers' points are hollow. Needs
     matplotlib."""
     figures = dict(compare=plot_compare, scaling=plot_scaling, prefill=plot_heatmap, decode=plot_decode)
-    if args.logs and args.run:
-        die("--run is of the records, --logs is drawn instead of them: type one of the two")
     try:
         import matplotlib
         matplotlib.use("Agg")
@@ -1521,11 +1519,10 @@ def bench_plot(args):
             print(path)
             plt.close(fig)
             made += 1
+    if not made and args.run:
+        die(f"--run={args.run}: in {args.records} no run of {', '.join(figures)} began then")
     if not made:
-        there = [what for what in figures if records(args.records, what, None)]
-        die(f"{args.records} holds no records to plot of {', '.join(figures)}: run one of them first" if not there else
-            f"--run={args.run}: no run of {', '.join(there)} began then" if args.run else
-            f"{', '.join(there)}: one point makes no figure; measure more, such as --T=64,128")
+        die(f"{args.records} holds nothing to plot of {', '.join(figures)}: run one of them first, prefill with two --T or --batch")
 
 
 NO_OTHER_MODEL = {"out_dir", "data_dir", "seed", "device", "eval_interval", "eval_tokens", "micro_batch", "max_steps", "max_minutes",
