@@ -974,12 +974,15 @@ def speed_flags(gpu, batch, T):
             ("runs", dict(type=number(int, 1), default=10 if gpu else 3, help="latency is their mean and standard deviation")))
 
 
-def cases(args, measure):
-    "Rows of a table: those of measure(size, compiled, B, T) for all that the flags name; what does not fit in a GPU's memory has none"
+def cases(args, m, measure):
+    """Rows of a table: those of measure(size, compiled, idx) for all that the flags name, idx (B, T) random tokens; what does not fit in a
+    GPU's memory has none"""
     rows, todo, start = [], list(itertools.product(args.sizes, args.compile, args.batch, args.T)), time.perf_counter()
     for n, (size, compiled, B, T) in enumerate(todo, 1):
         with fits(f"{size}, {B} x {T}{', compiled' * compiled}"):
-            rows += measure(size, compiled, B, T)
+            if compiled:
+                fresh_compiler()
+            rows += measure(size, compiled, torch.randint(GPTConfig.vocab_size, (B, T), device=m.device))
         progress(n, len(todo), start, args.what, unit="cases", scale=1)
     return rows
 
@@ -992,10 +995,8 @@ def bench_prefill(args):
     m = start(args)
     known("--sizes", args.sizes, GPTS)
 
-    def measure(size, compiled, B, T):
-        if compiled:
-            fresh_compiler()
-        rows, work, peak, idx = [], {}, {}, torch.randint(GPTConfig.vocab_size, (B, T), device=m.device)
+    def measure(size, compiled, idx):
+        (B, T), rows, work, peak = idx.shape, [], {}, {}
         for out in OUTS:
             p = Peak(m)
             model = inference_model(size, out, m, T, compiled)
@@ -1016,7 +1017,7 @@ def bench_prefill(args):
                    peak_mib=peak[out], **gain[out])
         return rows
 
-    rows = cases(args, measure)
+    rows = cases(args, m, measure)
     table(args, "Prefill", ["size", "batch x T", "mode", "variant", "paper (H100), ms", "measured, ms", "difference {:+.2f} ms",
                             "tokens/s {:,.0f}", "paper, tokens/s (at odds with its ms) {:,}", "paper's gain {:+.1%}",
                             "gain ± standard error", "share of identity's gain {:.2f}", "paper, MB {:,}", "peak MiB {:,.0f}"], rows)
@@ -1036,11 +1037,8 @@ def bench_decode(args):
     known("--presets", args.presets, SHAQ_PRESETS)
     copy = bandwidth(m)
 
-    def measure(size, compiled, B, T):
-        if compiled:
-            fresh_compiler()
-        rows, first, eager, graph, peak, models, cache = [], {}, {}, {}, {}, {}, None
-        idx = torch.randint(GPTConfig.vocab_size, (B, T), device=m.device)
+    def measure(size, compiled, idx):
+        (B, T), rows, first, eager, graph, peak, models, cache = idx.shape, [], {}, {}, {}, {}, {}, None
         for out in OUTS:
             p = Peak(m)
             models[out] = model = inference_model(size, out, m, T + n, compiled)
@@ -1082,7 +1080,7 @@ def bench_decode(args):
                        tokens_per_s=ours, seconds_first=t_first[out].tolist(), floor=floor, peak_mib=peak[out], **gain[out])
         return rows
 
-    rows = cases(args, measure)
+    rows = cases(args, m, measure)
     table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
         "size", "batch x prompt + new", "mode", "variant", "paper, tokens/s {:,}", "tokens/s {:,.0f}", "difference {:.2f} times",
         "first token, ms {:.3f}", "then ms a step", "floor of bytes, ms {:.3f}", "floor / measured {:.2f}", "paper's gain {:+.1%}",
