@@ -1007,12 +1007,13 @@ def bench_prefill(args):
             peak[out] = p.mib()
         t = timed(work, m, args.runs, least=0.0)
         gain = gains(t)
-        for i, (out, v) in enumerate(t.items()):
-            ms, rate, mb = PREFILL[size][i] if size in PREFILL and (B, T) == (1024, 64) and i < 2 else (None, None, None)
-            paper_gain = rate / PREFILL[size][0][1] - 1 if rate and i == 1 else None
+        papers = dict(zip(OUTS, PREFILL.get(size, ()) if (B, T) == (1024, 64) else ()))  # dense, hadamard
+        for out, v in t.items():
+            ms, rate, mb = papers.get(out, (None, None, None))
             rows.append((size, f"{B} x {T}", "compiled" if compiled else "eager", out, ms,
                          f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}", ms and v.mean() * 1e3 - ms, B * T / v.mean(), rate,
-                         paper_gain, *gain_cells(out, **gain[out]), mb, peak[out]))
+                         rate / papers["dense"][1] - 1 if rate and out == "hadamard" else None,
+                         *gain_cells(out, **gain[out]), mb, peak[out]))
             record(args, size=size, batch=B, T=T, compiled=compiled, variant=out, seconds=v.tolist(), tokens_per_s=B * T / v.mean(),
                    peak_mib=peak[out], **gain[out])
         return rows
@@ -1066,15 +1067,13 @@ def bench_decode(args):
         kv = cached * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
         for mode, work in [("eager", eager)] + [("graph", graph)] * args.gpu:
             t = {k: v / n for k, v in timed(work, m, args.runs, least=0.0).items()}
-            gain = gains(t)
-            for i, (out, v) in enumerate(t.items()):
+            gain, papers = gains(t), dict(zip(OUTS, DECODE.get((B, n), {}).get(size, ())))  # dense, hadamard
+            for out, v in t.items():
                 floor = (sum(q.nbytes for q in models[out].parameters()) + kv) / copy
-                ours = B / v.mean()
-                papers = DECODE.get((B, n), {}).get(size, ())  # dense, hadamard
-                paper = papers[i] if i < len(papers) else None
+                ours, paper = B / v.mean(), papers.get(out)
                 rows.append((size, f"{B} x {T} + {n}", f"{'compiled, ' if compiled else ''}{mode}", out, paper, ours,
                              paper and ours / paper, t_first[out].mean() * 1e3, f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}",
-                             floor * 1e3, floor / v.mean(), paper / papers[0] - 1 if paper and i == 1 else None,
+                             floor * 1e3, floor / v.mean(), paper / papers["dense"] - 1 if paper and out == "hadamard" else None,
                              *gain_cells(out, **gain[out]), peak[out]))
                 record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(),
                        tokens_per_s=ours, seconds_first=t_first[out].tolist(), floor=floor, peak_mib=peak[out], **gain[out])
@@ -1167,11 +1166,14 @@ def bench_train(args):
             t.step(i + 1)
             memory[name] = t.peak.mib()
             progress(len(rows) + len(trainers), sum(len(v) for *_, v in groups), began, "train", unit="models", scale=1)
-        papers = {n: 90e6 / (ABLATIONS[n][0] * 3600) for n, t in trainers.items()  # tokens/s
-                  if kind == "shaq" and ABLATIONS[n][0] and paper_quality("shaq", t)}  # of the paper's model, at any width
+        papers = {}
+        if kind == "shaq":  # tokens/s of the paper's model, at any width
+            papers = {n: 90e6 / (ABLATIONS[n][0] * 3600) for n, t in trainers.items() if ABLATIONS[n][0] and paper_quality("shaq", t)}
+        elif all((t.model.config.n_layer, t.model.config.n_embd) == (12, 768) for t in trainers.values()):
+            papers = dict(gpt2_book=1, dva_book=1 / (1 - 0.376))  # 15 min 47 s -> 9 min 51 s
         for name, s in timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0).items():
             t, tokens = trainers[name], np.mean(trainers[name].tokens[-args.rounds:])
-            paper = papers.get(name) if t.model.config.n_embd == SHAQConfig.n_embd else None
+            paper = papers.get(name) if kind == "shaq" and t.model.config.n_embd == SHAQConfig.n_embd else None
             # SHAQ's windows differ in length, but step i of all variants is the same one
             rates[name] = rate = tokens / (np.median(s) if kind == "gpt" else s.mean())
             rows.append((name, t.params, tokens, spread(s), paper, rate, paper and rate / paper, rate * t.flops / peak, memory[name]))
@@ -1180,9 +1182,6 @@ def bench_train(args):
         base, *others = rates
         for name in others:
             paper = papers[name] / papers[base] if name in papers and base in papers else None
-            shapes = {(c.n_layer, c.n_embd) for c in (trainers[n].model.config for n in (base, name))} if name == "dva_book" else ()
-            if shapes == {(12, 768)}:
-                paper = 1 / (1 - 0.376)  # 15 min 47 s -> 9 min 51 s
             x = rates[name] / rates[base]
             ratios.append((f"{name} against {base}", paper, x, paper and x - paper, 1 / x - 1))
         for name in trainers if args.profile else ():
