@@ -153,10 +153,18 @@ def hardware(m):
     return f"{name}, {str(m.dtype).removeprefix('torch.')}{tf32}, torch {torch.__version__}"
 
 
-def listed(kind):
-    "argparse type: 8,64 -> [8, 64]"
+def none_of(name, choices):
+    return f"{name!r} is none of {', '.join(choices)}{nearest(name, choices)}"
+
+
+def listed(kind, choices=None):
+    "argparse type: 8,64,8 -> [8, 64]; choices: strings"
     def parse(text):
-        return [kind(part.strip()) for part in text.split(",")]
+        values = list(dict.fromkeys(kind(part.strip()) for part in text.split(",")))
+        for value in map(str, values):
+            if choices and value not in choices:
+                raise argparse.ArgumentTypeError(none_of(value, choices))
+        return values
     parse.__name__ = kind.__name__  # argparse says "invalid int value"
     return parse
 
@@ -168,12 +176,6 @@ class Joined(argparse.Action):
     "--set a=1 --set b=2 is --set a=1,b=2"
     def __call__(self, parser, namespace, value, flag=None):
         setattr(namespace, self.dest, ",".join(filter(None, (getattr(namespace, self.dest), value))))
-
-
-def known(what, given, choices):
-    for name in given:
-        if name not in choices:
-            die(f"{what}: {name!r} is none of {', '.join(choices)}{nearest(name, choices)}")
 
 
 @contextlib.contextmanager
@@ -889,13 +891,13 @@ def compilers(workers):
 
 @command(lambda gpu: (
     ("sm", dict(type=int, choices=[80, 86, 89, 90, 100, 120], default=90, help="compute capability")),
-    ("widths", dict(type=numbers, default="768,1024,1536,2048,2560,3072", help="d, one or a list, of model.py's SIZES"))))
+    ("widths", dict(type=listed(int, [str(d) for d in sorted(HEADS)]), default="768,1024,1536,2048,2560,3072",
+                    help="d, one or a list, of model.py's SIZES"))))
 def bench_code(args):
     """Instructions an element in the machine code of the Triton kernels, compiled for a GPU that need not be there, beside what an H200 can
     issue while the bytes that must move do so at nine tenths of its memory's rate."""
     start(args)
     dtype = "fp32" if args.dtype == "float32" else "bf16"
-    known("--widths", map(str, args.widths), [str(d) for d in sorted(HEADS)])
     if kernels.triton is None:
         die("code needs Triton: pip install triton")
     args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}, torch {torch.__version__}"
@@ -962,7 +964,7 @@ def gain_cells(variant, gain, gain_error, share):
 
 
 def speed_flags(gpu, batch, T):
-    return (("sizes", dict(type=names, default="tiny,small,base,large" if gpu else "nano", help=", ".join(GPTS))),
+    return (("sizes", dict(type=listed(str, GPTS), default="tiny,small,base,large" if gpu else "nano", help=", ".join(GPTS))),
             ("batch", dict(type=numbers, default=batch, help="sequences, one or a list")),
             ("T", dict(type=numbers, default=T, help="tokens of the prompt, one or a list")),
             ("compile", dict(type=listed(flag01), default="0,1" if gpu and kernels.triton else "0",
@@ -989,7 +991,6 @@ def bench_prefill(args):
     """A prompt through the model, logits of every position out, as the memory of the paper's table 3 says that it did. Share of the gain:
     of what identity, no mix at all, gains over dense, how much the variant does."""
     m = start(args)
-    known("--sizes", args.sizes, GPTS)
 
     def measure(size, compiled, idx):
         (B, T), rows, work, peak = idx.shape, [], {}, {}
@@ -1023,15 +1024,13 @@ def bench_prefill(args):
 @command(lambda gpu: (
     *speed_flags(gpu, "2048" if gpu else "8", "1" if gpu else "32"),
     ("new_tokens", dict(type=number(int, 1), default=64 if gpu else 16, help="steps after the first token")),
-    ("presets", dict(type=names, default="sharnn,shaq", help="of SHAQ, byte by byte"))))
+    ("presets", dict(type=listed(str, SHAQ_PRESETS), default="sharnn,shaq", help="of SHAQ, byte by byte"))))
 @torch.no_grad()
 def bench_decode(args):
     """Greedy decoding with a static KV cache. First token: the prompt through the model. Then --new_tokens steps, on a GPU launched one
     kernel after another (eager) and captured whole in a CUDA graph. Floor: every weight and the cached keys and values read once a step,
     at the bandwidth of a copy in this run. After that SHAQ, byte by byte."""
     m, n = start(args), args.new_tokens
-    known("--sizes", args.sizes, GPTS)
-    known("--presets", args.presets, SHAQ_PRESETS)
     copy = bandwidth(m)
 
     def measure(size, compiled, idx):
@@ -1115,9 +1114,10 @@ def generate_rows(args, m, copy):
 
 
 @command(lambda gpu: (
-    ("sizes", dict(type=names, default="tiny" if gpu else "nano", help="of the four output projections")),
-    ("models", dict(type=names, default="gpt,book,shaq", help="which of the papers")),
-    ("presets", dict(type=names, default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq", help="of SHAQ")),
+    ("sizes", dict(type=listed(str, GPTS), default="tiny" if gpu else "nano", help="of the four output projections")),
+    ("models", dict(type=listed(str, ["gpt", "book", "shaq"]), default="gpt,book,shaq", help="which of the papers")),
+    ("presets", dict(type=listed(str, SHAQ_PRESETS), help="of SHAQ",
+                     default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq")),
     ("set", dict(default="", action=Joined, help="name=value,.. for the GPTs (without it, on a CPU, the two books are 4 layers of 256), "
                                                  "or, with --models=shaq, for SHAQ")),
     ("shaq_set", dict(default="", action=Joined, help="the same for SHAQ")),
@@ -1127,9 +1127,6 @@ def generate_rows(args, m, copy):
 def bench_train(args):
     "Forward, backward and update of every variant of the three models on random tokens, interleaved: their ratios are of the same minutes."
     m = start(args)
-    known("--models", args.models, ["gpt", "book", "shaq"])
-    known("--sizes", args.sizes, GPTS)
-    known("--presets", args.presets, SHAQ_PRESETS)
     peak, source = peak_flops(m)
     alone = args.models == ["shaq"]
     common, shaq = settings("shaq" if alone else "gpt", args.set, "--set"), settings("shaq", args.shaq_set, "--shaq_set")
@@ -1236,7 +1233,7 @@ def loss_against_compute(runs):
 
 @command(lambda gpu: (
     ("sizes", dict(type=names, default="2x64,3x96,4x128,4x192" if gpu else "1x16,2x16,2x24,2x32", help="names, or layers x width")),
-    ("variants", dict(type=names, default="dense,hadamard", help="of attn_out; the first is the baseline")),
+    ("variants", dict(type=listed(str, OUTS), default="dense,hadamard", help="of attn_out; the first is the baseline")),
     ("lr", dict(type=listed(number(float, 0)), help="learning rates, each falling to a tenth: of each size and variant the best counts "
                 f"(default {'2e-3,4e-3,8e-3' if gpu else '8e-3,16e-3,32e-3'}; for sizes by name their recipe's)")),
     ("set", dict(default="", action=Joined, help="name=value,.. for all (without it, on a CPU: batches of 2048 tokens, T 128)")),
@@ -1249,10 +1246,8 @@ def bench_scaling(args):
     against compute, and the exponent of loss ~ C^s. Its error: from the residuals of the fit, and over seeds, each with its own fit (runs
     of one seed share data and initial values, so differences are paired)."""
     m = start(args)
-    args.variants, args.lr = (v and list(dict.fromkeys(v)) for v in (args.variants, args.lr))  # a rate twice is no second seed
     small = "" if args.gpu else "block_size=128,batch_tokens=2048,eval_tokens=65536"
     common = settings("gpt", args.set or small, "--set")
-    known("--variants", args.variants, OUTS)
     if own := {"size", "n_layer", "n_embd", "attn_out", "max_steps", "lr", "min_lr"} & set(common):
         die(f"scaling chooses {', '.join(sorted(own))} itself: drop it from --set, and name shapes in --sizes, projections in --variants, "
             "rates in --lr")
@@ -1261,10 +1256,11 @@ def bench_scaling(args):
         if shape := re.fullmatch(r"(\d+)x(\d+)", name):
             sizes[name] = dict(size="nano", n_layer=int(shape[1]), n_embd=int(shape[2]), n_head=4)
             rates[name] = args.lr or ([2e-3, 4e-3, 8e-3] if args.gpu else [8e-3, 16e-3, 32e-3])
-        else:
-            known("--sizes", [name], SIZES)
+        elif name in SIZES:
             sizes[name] = dict(size=name)
             rates[name] = args.lr or [None]  # the recipe's
+        else:
+            die(f"--sizes: {none_of(name, SIZES)}")
     if len(sizes) < 2:
         die("scaling needs two sizes or more")
     if args.compile:
@@ -1698,7 +1694,9 @@ def main(argv=None):
         if set(argv) & {"-h", "--help"}:
             return print(__doc__.strip())
         die(f"say what to measure: python bench.py {' | '.join(COMMANDS)}")
-    known("WHAT", what, COMMANDS)
+    for name in what:
+        if name not in COMMANDS:
+            die(none_of(name, COMMANDS))
     gpu = on_gpu(argv)
     if "compare" in what:  # cuBLAS asks once in a process: what reproducible() needs must be there before any command runs
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

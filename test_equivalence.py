@@ -4771,11 +4771,9 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["compare", "--variant=seed=1"], "seed is not for"), (["compare", "--set=max_steps=0"], "max_steps=0"),
         (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"), (["scaling", "--set=", "--set=lr=1"], "rates in --lr"),
         (["scaling", "--sizes=nano,nano"], "two sizes or more"),
-        (["prefill", "--sizes=tny"], "did you mean tiny?"), (["train", "--sizes=gpt2_book"], "'gpt2_book' is none of nano"),
         (["kernels", "--widths=71"], "nearest that work"),
         (["kernels", "--pool=3"], "expected BxTxH"), (["kernels", "--heads=1x8x16"], "a multiple of 12"),
-        (["code", "--widths=100"], "'100' is none of 256, 768"), (["plot", f"--records={tmp_path}"], "error: "),
-        (["eval", f"--ckpt={tmp_path}/none"], "error: ")):
+        (["plot", f"--records={tmp_path}"], "error: "), (["eval", f"--ckpt={tmp_path}/none"], "error: ")):
         fails(capsys, lambda: bench.main(argv), words)
     for argv, words in (
         (["compare", "--variant=attn_ot=dense", "--variant="], "did you mean --attn_out?"),
@@ -4783,7 +4781,9 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["compare", "--variant=preset=shak", "--variant=", "--model=shaq"], "choose from"),
         (["compare", "--set=n_layer=2.9"], "'2.9'"), (["compare", "--set=lr=-1"], "0 or more"),
         (["compare", "--set=schedule=kosine"], "cosine"), (["compare", "--model=shaq", "--set=optimizer=sgd"], "lamb"),
-        (["code", "--sm=12"], "invalid choice"), (["prefill", "--batch=8,0"], "1 or more, got 0"),
+        (["prefill", "--sizes=tny"], "did you mean tiny?"), (["train", "--sizes=gpt2_book"], "'gpt2_book' is none of nano"),
+        (["code", "--widths=100"], "'100' is none of 256, 768"), (["code", "--sm=12"], "invalid choice"),
+        (["prefill", "--batch=8,0"], "1 or more, got 0"),
         (["prefill", "--T=8,x"], "invalid int value: '8,x'"), (["decode", "--compile=2"], "expected 0 or 1"),
         (["train", "--rounds=x"], "--rounds"), (["kernels", "--rows=0"], "--rows"), (["prefill", "--runs=0"], "--runs"),
         (["compare", "--seed=-1"], "--seed"), (["scaling", "--seed=99999999999999999999"], "--seed"),
