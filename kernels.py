@@ -608,7 +608,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             inner, R, W = 2, 16, 64  # 16 bytes a thread and load
         P = A * C // W
         C = CW = C // P
-    V = min(max(1, R * W // (32 * warps)), 128 // bits, CW & -CW)  # as Triton lays out a tile: what a thread loads at once, 16 bytes at most
+    V = min(max(1, R * W // (32 * warps)), 128 // bits, CW & -CW)  # as Triton lays tiles out: what a thread loads at once
     return dict(D=d, M=M, P=P, C=C, CW=CW, W=W, R=R, INNER=inner, V=V), warps
 
 

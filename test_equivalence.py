@@ -627,7 +627,8 @@ def test_hadamard_affine_norm_is_its_parts(rms):
 
     assert all(error(a, b) < 1e-12 for a, b in zip(fused(*leaf), parts(*leaf))) and torch.autograd.gradcheck(fused, leaf)
     assert torch.autograd.gradgradcheck(fused, leaf)
-    y = leaf[0] + hadamard_affine(leaf[1], *leaf[2:4], n_head)  # third derivatives; PyTorch's norms have wrong ones, so they are written out
+    # third derivatives; PyTorch's norms have wrong ones, so they are written out
+    y = leaf[0] + hadamard_affine(leaf[1], *leaf[2:4], n_head)
     unit = y if rms else y - y.mean(-1, keepdim=True)
     unit = unit * (unit.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     found = []
@@ -1183,7 +1184,8 @@ def test_gpt_loss_makes_no_second_copy_of_its_logits():
     class Large(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, f, types, args=(), kwargs=None):
             y = f(*args, **(kwargs or {}))
-            if isinstance(y, torch.Tensor) and y.numel() >= 50 * 97 and y.data_ptr() not in [torch.is_tensor(x) and x.data_ptr() for x in args]:
+            given = [x.data_ptr() for x in args if torch.is_tensor(x)]
+            if isinstance(y, torch.Tensor) and y.numel() >= 50 * 97 and y.data_ptr() not in given:
                 made.append(f)
             return y
 
@@ -4837,7 +4839,8 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     assert [(t["attn_out"], t["n_embd"], t["max_steps"]) for t in compared()] == [(out, 64, 100) for out in bench.OUTS]
     assert [(t["preset"], t["n_embd"], t["max_steps"]) for t in compared("--model=shaq")] == [("sharnn", 64, 100), ("shaq", 64, 100)]
     assert compared("--model=shaq", "--set=", "--variant=", "--variant=lr=1") == [{}, dict(lr=1)]
-    assert compared("--set=", "--set=lr=2,n_layer=3", "--set=", "--variant=", "--variant=lr=1") == [dict(lr=2, n_layer=3), dict(lr=1, n_layer=3)]
+    assert compared("--set=", "--set=lr=2,n_layer=3", "--set=", "--variant=", "--variant=lr=1") == [
+        dict(lr=2, n_layer=3), dict(lr=1, n_layer=3)]
 
 
 def test_bench_records_are_one_commands_last_run_and_survive_a_line_cut_short(tmp_path):
@@ -5205,7 +5208,7 @@ def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys, monkeypatch
 # -----------------------------------------------------------------------------
 # Machine code of the Triton kernels, for GPUs that need not be here
 
-HADAMARD_CODE = [  # most instructions an element (of gradients: the loop's), a little above what Triton 3.9 and 3.6 give, code_of's arguments
+HADAMARD_CODE = [  # most instructions an element (gradients: in the loop), a little above what Triton 3.6 to 3.9 give; code_of's arguments
     (17, "forward", 90, "bf16", 768, 12, False), (13, "forward", 90, "bf16", 1024, 16, False), (24, "forward", 90, "bf16", 1536, 16, False),
     (21, "forward", 90, "bf16", 2048, 16, False), (25, "forward", 90, "bf16", 2560, 20, False), (18, "forward", 80, "bf16", 768, 12, False),
     (25, "forward", 80, "bf16", 2560, 20, False), (17, "forward", 100, "bf16", 768, 12, False),
