@@ -1525,13 +1525,9 @@ def read_logs(paths):
         try:
             with open(path, encoding="utf-8") as f:
                 first, *lines = (json.loads(line) for line in f if line.endswith("\n"))  # the last may be cut short
-            c, minutes, curve = first["settings"], 0.0, []
-            for r in lines:
-                minutes += r.get("ms", 0.0) / 60e3
-                if "bits_per_byte" in r:
-                    curve.append((minutes, r["step"], r["bits_per_byte"]))
+            c, config, minutes = first["settings"], first["config"], itertools.accumulate(r.get("ms", 0.0) / 60e3 for r in lines)
+            curve = [(t, r["step"], r["bits_per_byte"]) for t, r in zip(minutes, lines) if "bits_per_byte" in r]
             curve[0]  # IndexError, a LookupError
-            config = first["config"]
             name = c.get("preset") or config["attn_out" if config.get("attn", "mha") == "mha" else "attn"]
             made = {k: v for k, v in (c | config).items() if k not in NO_OTHER_MODEL}
             hardware = re.sub(", as products in bfloat16 are .* times as fast", "", first["machine"])  # measured anew in each run
