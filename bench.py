@@ -470,13 +470,12 @@ class Trainer:
     def run(self, what, points=10):
         """All steps -> (curve, tokens/s). The curve: [step, training loss since the last point, validation loss, FLOPs, seconds in steps];
         a run that diverges ends, with a validation loss of inf. what names the run in its line of progress."""
-        curve, losses, times, rates, start = [[0, None, self.validate(), 0.0, 0.0]], [], [], [], time.perf_counter()
+        curve, losses, times, start = [[0, None, self.validate(), 0.0, 0.0]], [], [], time.perf_counter()
         marks = {round(self.steps * (k + 1) / points) for k in range(points)}
         for i in range(self.steps):
             t0 = time.perf_counter()
             losses.append(self.step(i))  # .item() in it waits for the device
             times.append(time.perf_counter() - t0)
-            rates.append(self.tokens[-1] / times[-1])
             if i + 1 in marks or not math.isfinite(losses[-1]):
                 val = self.validate() if math.isfinite(losses[-1]) else math.inf
                 curve.append([i + 1, sum(losses) / len(losses), val if math.isfinite(val) else math.inf,
@@ -487,19 +486,19 @@ class Trainer:
             if i + 1 < self.steps:
                 progress(i + 1, self.steps, start, what, unit="steps", scale=1)
         if progress.open:  # a terminal: the next line takes the place of this one
-            with contextlib.suppress(OSError):
-                print(end="\r" + 79 * " " + "\r", file=sys.stderr)
+            print(end="\r" + 79 * " " + "\r", file=sys.stderr)
             progress.open = False
-        return curve, float(np.median(rates))
+        return curve, float(np.median(np.divide(self.tokens[-len(times):], times)))
 
 
 @torch.no_grad()
 def share(model, given):
     """Copy from given {name: tensor} each parameter of the same name and shape; of c_attn, where mha has W_Q W_K W_V and dva two more, the
     rows both have. What a branch ends in starts by the number of layers: it is copied where both have as many."""
-    branch_ends = ("c_proj.weight", "alpha") if {n for n in given if n.startswith("h.") and n.endswith("ln_1.weight")} != {
-        n for n, _ in model.named_parameters() if n.startswith("h.") and n.endswith("ln_1.weight")} else ()
-    for name, p in model.named_parameters():
+    own = dict(model.named_parameters())
+    theirs, ours = ({n for n in names if n.startswith("h.") and n.endswith("ln_1.weight")} for names in (given, own))
+    branch_ends = () if ours == theirs else ("c_proj.weight", "alpha")
+    for name, p in own.items():
         q = None if name.endswith(branch_ends) else given.get(name)
         if q is not None and p.shape[1:] == q.shape[1:] and (len(p) == len(q) or "c_attn" in name):
             n = min(len(p), len(q))
