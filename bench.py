@@ -1456,22 +1456,18 @@ def style(i):
 
 def records(folder, what, run_at):
     "Records of one command, of its last run or of the run that began at run_at; [] if there are none"
-    path = os.path.join(folder, f"{what}.jsonl")
-    if not os.path.exists(path):
-        return []
     rows = []
-    with open(path, encoding="utf-8") as f:
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, f"{what}.jsonl"), encoding="utf-8") as f:
         for i, line in enumerate(f, 1):
             try:
                 row = json.loads(line)
-                row["run"]
-                if row.get("what", what) != what:  # another command's, given the same --out
-                    continue
-                if row.get("val_loss", 0) is None:  # that run diverged
-                    row["val_loss"] = math.inf
-                rows.append(row)
+                if row["run"] and row.get("what", what) == what:  # not another command's, given the same --out
+                    rows.append(row)
             except (ValueError, LookupError, TypeError):
-                warn(f"note: {path}, line {i} is cut short, or no record; left out")
+                warn(f"note: {f.name}, line {i} is cut short, or no record; left out")
+    for row in rows:
+        if row.get("val_loss", 0) is None:  # that run diverged
+            row["val_loss"] = math.inf
     run_at = run_at or (rows[-1]["run"] if rows else None)
     return [r for r in rows if r["run"] == run_at]
 
