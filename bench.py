@@ -89,7 +89,6 @@ HEADS = {SIZES[s]["n_embd"]: SIZES[s]["n_head"] for s in GPTS}  # of each width
 # -----------------------------------------------------------------------------
 # Shared: flags, tables, records, the clock
 
-
 COMMANDS = {}
 
 
@@ -1130,8 +1129,7 @@ def bench_train(args):
     alone = args.models == ["shaq"]
     common, shaq = settings("shaq" if alone else "gpt", args.set, "--set"), settings("shaq", args.shaq_set, "--shaq_set")
     shaq = (common if alone else {}) | shaq
-    own = {"size", "attn", "attn_out"} & set(common) | {"preset"} & set(shaq)
-    if own:
+    if own := {"size", "attn", "attn_out"} & set(common) | {"preset"} & set(shaq):
         die(f"train chooses {', '.join(sorted(own))} itself: drop it from --set or --shaq_set, and name what to time in --sizes, --presets")
     # a book's recipe names fp32; here it runs in the precision of the table. Four heads keep [2]'s head width when the model shrinks.
     less = {} if args.gpu or args.set else dict(n_layer=4, n_embd=256)
@@ -1276,15 +1274,12 @@ def bench_scaling(args):
     for size, shape in sizes.items():
         papers = {}
         for seed, lr in itertools.product(seeds, rates[size]):
-            def make(out, given=None):
-                rate = dict(lr=lr, min_lr=lr / 10) if lr is not None else {}
-                return Trainer("gpt", shape | common | rate | dict(attn_out=out), data, m, seed, given, args.compile)
-
-            first = make(base)
+            typed = shape | common | (dict(lr=lr, min_lr=lr / 10) if lr is not None else {})
+            first = Trainer("gpt", typed | dict(attn_out=base), data, m, seed, None, args.compile)
             steps = max(1, round(args.tokens_per_param * first.params / first.step_tokens))
             given = dict(first.model.named_parameters())
             for out in args.variants:
-                t = make(out, given)
+                t = Trainer("gpt", typed | dict(attn_out=out), data, m, seed, given, args.compile)
                 t.set_steps(max(1, round(steps * first.flops / t.flops)))
                 t.warmup = min(t.warmup, t.steps // 10)
                 if t.steps * t.step_tokens > 4 * len(data.train):
@@ -1411,8 +1406,7 @@ def bench_eval(args):
     if args.include_path and not os.path.isdir(args.include_path):
         die(f"--include_path={args.include_path} is no folder")
     tasks = TaskManager(include_path=args.include_path)
-    unknown = [t for t in args.tasks if t not in tasks.all_tasks]
-    if unknown:
+    if unknown := [t for t in args.tasks if t not in tasks.all_tasks]:
         die(f"--tasks: lm_eval knows no {unknown[0]!r}{nearest(unknown[0], tasks.all_tasks)}; tasks of your own: --include_path=FOLDER")
     try:
         found = simple_evaluate(Harness(model_of(ckpt), ckpt["data"]["tokenizer"], m, args.batch), tasks=args.tasks, task_manager=tasks,
