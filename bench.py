@@ -33,9 +33,8 @@ import sys
 import tempfile
 import threading
 import time
-import unittest.mock
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -877,14 +876,19 @@ def follow_parent():
 @contextlib.contextmanager
 def compilers(workers):
     "Processes for code_of, which must not have the interpreter in the compiler's place"
-    with (unittest.mock.patch.dict(os.environ, TRITON_INTERPRET="0"),
-          ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), follow_parent) as pool):
-        try:
-            yield pool
-        except BaseException:  # Ctrl-C, a failure: else all that was submitted would be waited for, minutes
-            for process in multiprocessing.active_children():
-                process.kill()
-            raise
+    before = os.environ.copy()
+    os.environ["TRITON_INTERPRET"] = "0"
+    try:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), follow_parent) as pool:
+            try:
+                yield pool
+            except BaseException:  # Ctrl-C, a failure: else all that was submitted would be waited for, minutes
+                for process in multiprocessing.active_children():
+                    process.kill()
+                raise
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @command(lambda gpu: (
