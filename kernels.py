@@ -266,9 +266,9 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 # takes CW of a head's C channels, or C = 96 stand in tiles of CW = 128; elsewhere CW is C. V: how many neighbours of a row a thread holds.
 # Floor in 16 bits: 4 bytes an element. Instructions an element on sm_90 (27 keep up with nine tenths of an H200's memory), from
 # ahead-of-time compilation: 12.6 for d = 1024, 16.2 for 768, by butterflies 20 to 25; in fp32 the budget is twice that. Of these 4 are
-# shuffles where 16 threads share a row (d = 1536, 2048), 5 where 32 do (2560, 3072); 6.9 would keep up. With reshape, permute, split and
-# join at every level, which Triton turns into changes of layout, the same butterflies took 24 to 31, mostly through shared memory, with
-# a barrier for nearly each.
+# shuffles where 16 threads share a row (d = 1536, 2048), 5 where 32 do (2560, 3072); 6.9 would keep up (of 32 lanes a clock, by CUDA's
+# guide). With reshape, permute, split and join at every level, which Triton turns into changes of layout, the same butterflies took 24 to
+# 31, mostly through shared memory, with a barrier for nearly each.
 
 if triton is not None:
 
@@ -600,7 +600,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         elif kind == "norm backward":  # one row, of at most 40 numbers a thread; more only where tiles are narrower than a warp
             warps, numbers = 1 if d <= 1024 else 2 if d <= 2560 else 4, M
         elif bits == 16 and "few" not in kind and d > 1024:
-            each, numbers = 8, 128 if d <= 8192 else 64
+            each, numbers = 8, 128 if d <= 8192 else 64  # the more stand in one thread, the fewer shuffles; above, they would spill
         R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
         R = 1 << (R.bit_length() - 1)
         W = min(A * C, max(A, each * 32 * warps // R))
