@@ -530,27 +530,44 @@ if triton is not None:
                 tl.store(dshift + to + i * C, tl.sum(db[i], 0), mask=live)
 
     @triton.jit
-    def _hadamard_grads_kernel(x, dy, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+    def _hadamard_grads_kernel(x, dy, dx, alpha, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
                                C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
                                V: tl.constexpr):
         """Partial sums over this program's rows of dy * scale * (x @ H) and of dy: row program_id(0) of dalpha and dbeta, (G, D) fp32.
-        x @ H is computed again, not saved: attention keeps x anyway. No atomics, so the sums come out the same every time."""
+        With dx and alpha, which may be None, also dx = scale * ((alpha * dy) @ H), while dy is at hand: all three gradients at 6 bytes an
+        element, in bf16 up to d = 2048 by 38 to 49 instructions, where 41 keep up with nine tenths of an H200's memory. x @ H is computed
+        again, not saved: attention keeps x anyway. No atomics, so the sums come out the same every time."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
         da = (tl.zeros((R, W), tl.float32),) * (M * P)  # summed over rows once, at the end
         db = da
+        by = ()
+        if dx is not None:
+            for i in tl.static_range(M * P):
+                by = by + (_load_vector(alpha + col + i * C, None, R, W) * scale,)
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
             base = row[:, None] * D + col[None, :]
             ok = (row < N)[:, None]
+            gs = _load_tiles(dy + base, ok, M * P, C)
             t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER, V)
             na, nb = (), ()
             for i in tl.static_range(M * P):
-                g = tl.load(dy + base + i * C, mask=ok, other=0.0).to(tl.float32)
+                g = gs[i].to(tl.float32)
                 na = na + (da[i] + g * t[i],)
                 nb = nb + (db[i] + g,)
             da = na
             db = nb
+            if dx is not None:
+                t = ()
+                for i in tl.static_range(M * P):
+                    g = gs[i].to(tl.float32) * by[i]
+                    if INNER:
+                        g = _butterfly(g, R, W, V)
+                    t = t + (g,)
+                t = _across(t, M, P)
+                for i in tl.static_range(M * P):
+                    tl.store(dx + base + i * C, t[i].to(dx.dtype.element_ty), mask=ok)
         out = tl.program_id(0).to(tl.int64) * D + col
         for i in tl.static_range(M * P):
             tl.store(dalpha + out + i * C, tl.sum(da[i], 0) * scale)
@@ -568,21 +585,23 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     above 28, two factors that are no power of two, a mix over heads whose width is no multiple of 8 or of more than 64 heads, or d above
     65536, which would spill.
     bits: 16 or 32, of one element.
-    kind: "forward", "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads", "norm", "norm few",
-    "norm backward"."""
+    kind: "forward", "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads" (of alpha and beta),
+    "backward" (of x as well), "norm", "norm few", "norm backward"."""
     d, n_head = operator.index(d), operator.index(n_head)
     mh, ch = _split_order(n_head)
     mi, ci = (1, 1) if heads_only else _split_order(d // n_head)
     M = mh * mi
     if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and (d // n_head % 8 or n_head > 64)):
         return None
+    if kind == "backward" and (n_head > 48 if heads_only else d > (2048 if bits == 16 else 8192)):
+        return None  # two kernels, at 8 bytes an element for 6: one would spill, or its 56 to 60 instructions take longer than theirs
     if heads_only:
         inner, warps, P, C = 0, 4, ch, d // n_head
         CW = W = min(C & -C, 128)
         if "norm" in kind and CW < C < 128:  # whole rows in one program
             CW = W = 1 << (C - 1).bit_length()
-        each = (4 if M * P <= 12 else 2) if kind == "grads" else 8 if bits == 16 and M * P <= 16 else 4  # numbers a thread and tile
-        if M * P > 32:  # 64 heads at most: more spill, and take minutes to compile
+        each = (4 if M * P <= 12 else 2) if kind in ("grads", "backward") else 8 if bits == 16 and M * P <= 16 else 4  # a thread and tile
+        if M * P > (16 if kind == "backward" else 32):  # 64 heads at most: more spill, and take minutes to compile
             each //= 2
         if kind in ("norm", "norm backward"):  # up to five sets of numbers: at most 32 a thread in each, up to 32 heads
             each = 2 if M * P <= 16 and (kind == "norm" or CW == C) else 1  # backward two with idle lanes would spill on sm_100
@@ -591,10 +610,10 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
         inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # numbers a thread: of a tile, of all tiles
-        if kind == "grads" and bits == 16 and d <= 3072:  # three sets of them
-            warps, each, numbers = 1 if d <= 1536 else 2, 8 if d == 2048 else 4, 32
-        elif kind == "grads":
-            warps, numbers = (4 if d <= 6144 else warps, 48) if bits == 16 else (warps, 32)
+        if kind in ("grads", "backward"):  # three sets of them, or four; in 16 bits one or two warps a row up to d = 3072
+            numbers = 32 if bits == 32 or d <= 1024 else 48
+            if bits == 16:
+                warps, each = 4 if d <= 6144 else warps, 8 if d == 2048 else 4
         elif kind == "norm":  # and two residuals: 15 programs a multiprocessor, where tensor-core products of 16 rows leave it one
             warps, numbers = 1 if d <= 1536 else 2 if d <= 3072 else 4, 48
         elif kind == "norm backward":  # one row, of at most 40 numbers a thread; more only where tiles are narrower than a warp
@@ -662,15 +681,17 @@ def _norm_backward_triton(out, stats, dout, dnormed, alpha, weight, has_shift, d
     return dx, dresidual, partial[0].sum(0), partial[1].sum(0) if has_shift else partial.new_empty(0)
 
 
-def _grads_triton(x, dy, scale, n_head, heads_only):
-    (N, d), (x, dy) = x.shape, _row_major(x, dy)
-    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "grads")
-    programs = _programs(N, plan, warps)
+def _grads_triton(x, dy, scale, n_head, heads_only, alpha=None):
+    "-> (dalpha, dbeta); given alpha, dx before them"
+    (N, d), (x, dy, alpha) = x.shape, _row_major(x, dy, alpha)
+    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "grads" if alpha is None else "backward")
+    programs, dx = _programs(N, plan, warps), None if alpha is None else torch.empty_like(x)
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, partial[0], partial[1], N, scale, **plan, num_warps=warps,
-                                                               enable_fp_fusion=True)
-    return partial[0].sum(0), partial[1].sum(0)
+        _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, dx, alpha, partial[0], partial[1], N, scale, **plan, num_warps=warps,
+                                                           enable_fp_fusion=True)
+    sums = partial[0].sum(0), partial[1].sum(0)
+    return sums if alpha is None else (dx, *sums)
 
 
 # -----------------------------------------------------------------------------
@@ -686,9 +707,9 @@ def _check_orders(d, n_head, heads_only):  # within the operators: before them, 
         _check_order(d // n_head, "d" if n_head == 1 else "d / n_head")
 
 
-def _on_triton(x, n_head, heads_only):
+def _on_triton(x, n_head, heads_only, kind="forward"):
     return (x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and
-            _plan(x.shape[1], n_head, heads_only, x.element_size() * 8) is not None)
+            _plan(x.shape[1], n_head, heads_only, x.element_size() * 8, kind) is not None)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::hadamard", mutates_args=())
@@ -718,10 +739,14 @@ def _hadamard_kept(x: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, sca
 
 
 @torch.library.custom_op(f"{NAMESPACE}::hadamard_backward", mutates_args=())
-def _hadamard_backward(u: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, scale: float, n_head: int,
-                       heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "-> (scale * ((alpha * dy) @ H), sum over rows of dy * scale * u, sum of dy)"
-    return _grads_torch(u, dy, scale, n_head, heads_only, alpha)
+def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, scale: float, n_head: int, heads_only: bool,
+                       kept: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    "-> (scale * ((alpha * dy) @ H), sum over rows of dy * scale * u, sum of dy), where u is x @ H, or x itself if that is what was kept"
+    if kept:
+        return _grads_torch(x, dy, scale, n_head, heads_only, alpha)
+    if _on_triton(x, n_head, heads_only, "backward"):
+        return _grads_triton(x, dy, scale, n_head, heads_only, alpha)
+    return (_hadamard(dy, None, None, alpha, scale, n_head, heads_only), *_hadamard_grads(x, dy, scale, n_head, heads_only))
 
 
 @_hadamard.register_fake
@@ -741,9 +766,9 @@ def _(x, alpha, beta, scale, n_head, heads_only):
 
 
 @_hadamard_backward.register_fake
-def _(u, dy, alpha, scale, n_head, heads_only):
-    wide = torch.promote_types(u.dtype, torch.promote_types(alpha.dtype, torch.float32))
-    return torch.empty_like(u), u.new_empty(u.shape[1], dtype=wide), u.new_empty(u.shape[1], dtype=wide)
+def _(x, dy, alpha, scale, n_head, heads_only, kept):
+    wide = reduce(torch.promote_types, [x.dtype, torch.float32] + [alpha.dtype] * kept)
+    return torch.empty_like(x), x.new_empty(x.shape[1], dtype=wide), x.new_empty(x.shape[1], dtype=wide)
 
 
 def _save(ctx, inputs, output):
@@ -756,8 +781,9 @@ def _backward(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta
     dy = dy.to(x.dtype).contiguous()
     of_x, of_alpha, of_beta, of_pre, *_ = ctx.needs_input_grad
     dx = dalpha = dbeta = dpre = None
-    # One Triton kernel for all three would move 6 bytes an element where these two move 8, but take the instructions of both, some 50
-    # where 40 keep up with memory.
+    if of_x and of_alpha and pre is None and not torch.is_grad_enabled():
+        dx, dalpha, dbeta = _hadamard_backward(x, dy, alpha, *ctx.how, kept=False)
+        return dx, dalpha.to(alpha.dtype), dbeta.to(beta.dtype) if of_beta else None, None, None, None, None
     if of_x:
         dx = _hadamard(dy, pre, None, alpha, *ctx.how)                                     # pre * scale * ((alpha * dy) H)
     if of_alpha or of_beta:
@@ -792,7 +818,7 @@ def _backward_kept(ctx, dy, du):  # y = alpha * scale * u + beta, u = x H
         return dx, None, None, None, None, None
     dy = dy.to(u.dtype).contiguous()
     if ctx.needs_input_grad[0] and du is None and not torch.is_grad_enabled():
-        dx, dalpha, dbeta = _hadamard_backward(u, dy, alpha, *ctx.how)
+        dx, dalpha, dbeta = _hadamard_backward(u, dy, alpha, *ctx.how, kept=True)
     else:
         if ctx.needs_input_grad[0]:
             by_y = _hadamard(dy, None, None, alpha, *ctx.how)

@@ -39,7 +39,6 @@ import sys
 import sysconfig
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -360,8 +359,8 @@ def shorten(s, asked, step, pace, say):
         fits = max(fits, (step + s["max_steps"]) // 2)
     if fits < asked == s["max_steps"]:
         say(f"note: {s['max_minutes']:g} minutes will do for {fits} steps here"
-            + f", {s['warmup_steps']} of them warm-up" * (2 * s["warmup_steps"] > fits) + "; the schedule now ends there, sooner or later as "
-            "the pace changes (a new run with --max_minutes=0 takes all, --resume --max_steps=N goes on to N)")
+            + f", {s['warmup_steps']} of them warm-up" * (2 * s["warmup_steps"] > fits) + "; the schedule now ends there, sooner or "
+            "later as the pace changes (a new run with --max_minutes=0 takes all, --resume --max_steps=N goes on to N)")
     s["paced"], s["max_steps"] = True, fits
 
 
@@ -521,7 +520,8 @@ def load_dataset(name, data_dir="data"):
             if not os.path.isfile(path):
                 prepare(folder, name, "byte", *pysource())
     if not os.path.isfile(path):
-        die(f"data set {name!r} is not prepared in {data_dir}{'' if name in DATASETS else nearest(name.lower(), DATASETS)}; type: {hint}")
+        close = "" if name in DATASETS else nearest(name.lower(), DATASETS)
+        die(f"data set {name!r} is not prepared in {data_dir}{close}; type: {hint}")
     try:
         with open(path, "rb") as f:
             meta = json.load(f)
@@ -658,10 +658,7 @@ def download(url, part, resume=True):
 def fetch(name, folder, url):
     """-> (bytes, their SHA-256) of a data set that is one file, verified; an earlier download is used again."""
     source = DATASETS[name]
-    with one_line():
-        path = used = os.path.join(folder, os.path.basename(urllib.parse.urlsplit(url).path) or name)
-    if os.path.basename(path) in ("train.bin", "val.bin", "test.bin", "meta.json"):
-        die(f"{url}: the prepared data needs the name {os.path.basename(path)}; take a source of another name")
+    path = used = os.path.join(folder, os.path.basename(source.url))  # whatever a mirror or a copy calls it
     before = ""  # where the file that lies there came from
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         before = json.loads(pathlib.Path(folder, "meta.json").read_bytes())["source"]
