@@ -3561,7 +3561,7 @@ def test_data_download_goes_on_where_it_stopped_and_from_a_part_file(corpus, ser
 
 def test_data_revised_source_is_never_spliced(corpus, monkeypatch, capsys):
     text, packed, data = corpus
-    monkeypatch.setitem(pd.DATASETS, "enwik8", pd.Source(revised=b".", url="http://x", size=1, digest=("sha1", "")))
+    monkeypatch.setitem(pd.DATASETS, "enwik8", pd.Source(revised=b".", url="http://x/enwik8.zip", size=1, digest=("sha1", "")))
     os.makedirs(f"{data}/enwik8")
     Path(f"{data}/enwik8/enwik8.zip.part").write_bytes(packed[:1000])
     with server(packed) as (url, seen):
@@ -3609,7 +3609,7 @@ def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys, monkeypa
         patch.setattr(zipfile.ZipFile, "read", unittest.mock.Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             pd.main(["enwik8", f"--from_file={own}", f"--data_dir={data}"])
-    assert Path(f"{data}/enwik8/own.zip.part").read_bytes() == packed  # is not to blame
+    assert Path(f"{data}/enwik8/enwik8.zip.part").read_bytes() == packed  # is not to blame
     own.write_bytes(text[:-1])
     monkeypatch.setitem(pd.DATASETS, "mine", pd.Source("http://x/mine.txt"))  # whoever adds one is told what to write there
     fails(capsys, lambda: pd.main(["mine", f"--from_file={own}", f"--data_dir={data}"]), "399,999 bytes, sha256 ",
