@@ -440,6 +440,9 @@ def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
         y = hadamard_affine(x.detach(), alpha, beta, n_head, heads_only)  # dx is not wanted, and not made
         assert error(torch.autograd.grad(y, alpha, dy)[0], exact[1]) < 100 * eps and len(calls) == 1
         calls.clear()
+    torch._dynamo.reset()
+    torch.autograd.grad(torch.compile(hadamard_affine, backend="aot_eager")(x, alpha, beta, n_head, heads_only), (x, alpha, beta), dy)
+    assert calls == [dtype != torch.float16]  # compiled, too: on a GPU the backward pass of training is one kernel
     with monkeypatch.context() as m:
         m.setattr(kernels, "_hadamard_kept", lambda *args: kept.append(args))
         with torch.no_grad():
