@@ -665,15 +665,20 @@ def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_hea
     return out, normed, stats
 
 
-def _programs(N, plan, warps):
-    "Of a kernel that sums over rows: 8 warps or more for each of an H200's 132 multiprocessors"
-    return min(triton.cdiv(max(N, 1), plan["R"]), 132 * max(2, 8 // warps))
+@lru_cache(None)
+def _multiprocessors(device):  # the interpreter has as many as an H200
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def _programs(N, plan, warps, device):
+    "Of a kernel that sums over rows: 8 warps or more for each multiprocessor, no more than it holds, or the last would run alone"
+    return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(2, 8 // warps))
 
 
 def _norm_backward_triton(out, stats, dout, dnormed, alpha, weight, has_shift, dtype, scale, rms, n_head, heads_only):
     (N, d), (out, dout, dnormed, alpha, weight) = out.shape, _row_major(out, dout, dnormed, alpha, weight)
     plan, warps = _plan(d, n_head, heads_only, dtype.itemsize * 8, "norm backward")
-    dresidual, dx, programs = torch.empty_like(out), torch.empty_like(out, dtype=dtype), _programs(N, plan, warps)
+    dresidual, dx, programs = torch.empty_like(out), torch.empty_like(out, dtype=dtype), _programs(N, plan, warps, out.device)
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=out.device)
     with torch.cuda.device_of(out):
         _hadamard_norm_backward_kernel[(programs,)](out, stats, dout, dnormed, dresidual, dx, partial[0], partial[1] if has_shift else None,
@@ -685,7 +690,7 @@ def _grads_triton(x, dy, scale, n_head, heads_only, alpha=None):
     "-> (dalpha, dbeta); given alpha, dx before them"
     (N, d), (x, dy, alpha) = x.shape, _row_major(x, dy, alpha)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "grads" if alpha is None else "backward")
-    programs, dx = _programs(N, plan, warps), None if alpha is None else torch.empty_like(x)
+    programs, dx = _programs(N, plan, warps, x.device), None if alpha is None else torch.empty_like(x)
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, dx, alpha, partial[0], partial[1], N, scale, **plan, num_warps=warps,

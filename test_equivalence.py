@@ -715,7 +715,7 @@ def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch, guard
                                                    (2560, 20, False), (768, 12, True), (1536, 16, True), (96, 4, True), (64, 8, True)])
 def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeypatch, guarded):
     "Against PyTorch's own of the two steps, in float64; programs of several blocks of rows, a tail, the same sums every time"
-    monkeypatch.setattr(kernels, "_programs", lambda N, plan, warps: 2)
+    monkeypatch.setattr(kernels, "_programs", lambda N, plan, warps, device: 2)
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     plan, _ = kernels._plan(d, n_head, heads_only, 16, "norm backward")
     for dtype, wide, N, rms, biased in ((torch.float32, torch.float32, 3, False, True), (torch.float16, torch.float32, 4, True, False),
