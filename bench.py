@@ -907,8 +907,8 @@ def bench_code(args):
              ("that of x by itself", "pre", False, 2, 0), ("those of alpha and beta, the loop", "grads", False, 2, 1),
              ("hadamard_affine, mixing heads only", "forward", True, 2, 0), ("its three gradients, the loop", "backward", True, 3, 1),
              ("hadamard_affine_norm", "norm", False, 4, 0),
-             ("the same, mixing heads only", "norm", True, 4, 0), ("its gradients, the loop", "norm backward", False, 5, 1),
-             ("the same, mixing heads only", "norm backward", True, 5, 1), ("fo-pool, the loop", "pool", None, 4, 1),
+             ("the same, mixing heads only", "norm", True, 4, 0), ("its gradients, the loop", "norm backward", False, 6, 1),
+             ("the same, mixing heads only", "norm backward", True, 6, 1), ("fo-pool, the loop", "pool", None, 4, 1),
              ("its gradients, the loop", "pool backward", None, 7, 1)]
     rows, start_time, n = [], time.perf_counter(), 0
     with compilers(min(8, os.cpu_count() or 1)) as pool:

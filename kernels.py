@@ -464,15 +464,14 @@ if triton is not None:
         tl.store(stats + N + row, rstd, mask=row < N)
 
     @triton.jit
-    def _hadamard_norm_backward_kernel(out, stats, dout, dnormed, dresidual, dx, dweight, dshift, alpha, weight, N, scale, D: tl.constexpr,
-                                       M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr,
-                                       R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, RMS: tl.constexpr):
-        """The gradients of the kernel above for residual and x, dresidual = dout + (that of the norm),
-        dx = scale * ((alpha * dresidual) H), and this program's partial sums of those for weight and shift: row program_id(0) of dweight
-        and dshift, (G, D) fp32. With _hadamard_grads_kernel, which reads x and dresidual, 22 bytes an element in bf16 beside an fp32
-        residual; what torch.compile made of the formula (_norm_backward_torch) and two transforms took some 34. By compiled code 26 to 53
-        instructions an element, 69 to 110 keep up with the memory; one row at a time, so that its sums cross few threads: two or more rows
-        took as many shuffles, or spilled."""
+    def _hadamard_norm_backward_kernel(x, out, stats, dout, dnormed, dresidual, dx, dalpha, dbeta, dweight, dshift, alpha, weight, N,
+                                       scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr,
+                                       W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, RMS: tl.constexpr):
+        """All gradients of the kernel above: dresidual = dout + (that of the norm), dx = scale * ((alpha * dresidual) H), and this
+        program's partial sums of those for alpha (of dresidual * scale * (x H)), beta, weight and shift: row program_id(0) of four (G, D).
+        18 bytes an element in bf16 beside an fp32 residual, where two kernels, one for alpha and beta, take 22, and what torch.compile made
+        of the formula (_norm_backward_torch) and two transforms some 34. By compiled code 26 to 90 instructions an element, 123 keep up
+        with the memory (all in bf16: 12 bytes, 82)."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW
         live = None
@@ -480,6 +479,8 @@ if triton is not None:
             live = j < C
         dw = (tl.zeros((R, W), tl.float32),) * (M * P)
         db = dw
+        da = dw
+        de = dw
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
             row = block * R + tl.arange(0, R).to(tl.int64)
             base = row[:, None] * D + col[None, :]
@@ -488,8 +489,9 @@ if triton is not None:
                 ok = ok & live[None, :]
             mean = tl.load(stats + row, mask=row < N, other=0.0)[:, None]
             rstd = tl.load(stats + N + row, mask=row < N, other=0.0)[:, None]
-            ys, gs, rs = (), (), ()
+            xs, ys, gs, rs = (), (), (), ()
             for i in tl.static_range(M * P):  # all loads first, as above
+                xs = xs + (tl.load(x + base + i * C, mask=ok, other=0.0),)
                 ys = ys + (tl.load(out + base + i * C, mask=ok, other=0.0),)
                 gs = gs + (tl.load(dnormed + base + i * C, mask=ok, other=0.0),)
                 rs = rs + (tl.load(dout + base + i * C, mask=ok, other=0.0),)
@@ -510,21 +512,34 @@ if triton is not None:
             b = tl.sum(b, 1)[:, None] / D
             if RMS:
                 a = a * 0.0  # the mean's part
-            t = ()
+            u = ()
+            for i in tl.static_range(M * P):
+                v = xs[i].to(tl.float32)
+                if INNER:
+                    v = _butterfly(v, R, W, V)
+                u = u + (v,)
+            u = _across(u, M, P)
+            t, na, ne = (), (), ()
             for i in tl.static_range(M * P):
                 unit = (ys[i].to(tl.float32) - mean) * rstd
                 g = gs[i].to(tl.float32) * _load_vector(weight + col + i * C, live, R, W)
                 g = rstd * (g - a - unit * b) + rs[i].to(tl.float32)
                 tl.store(dresidual + base + i * C, g.to(dresidual.dtype.element_ty), mask=ok)
+                na = na + (da[i] + g * u[i],)
+                ne = ne + (de[i] + g,)
                 g = g * _load_vector(alpha + col + i * C, live, R, W)
                 if INNER:
                     g = _butterfly(g, R, W, V)
                 t = t + (g,)
+            da = na
+            de = ne
             t = _across(t, M, P)
             for i in tl.static_range(M * P):
                 tl.store(dx + base + i * C, (t[i] * scale).to(dx.dtype.element_ty), mask=ok)
         to = tl.program_id(0).to(tl.int64) * D + col
         for i in tl.static_range(M * P):
+            tl.store(dalpha + to + i * C, tl.sum(da[i], 0) * scale, mask=live)
+            tl.store(dbeta + to + i * C, tl.sum(de[i], 0), mask=live)
             tl.store(dweight + to + i * C, tl.sum(dw[i], 0), mask=live)
             if dshift is not None:
                 tl.store(dshift + to + i * C, tl.sum(db[i], 0), mask=live)
@@ -603,9 +618,11 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         each = (4 if M * P <= 12 else 2) if kind in ("grads", "backward") else 8 if bits == 16 and M * P <= 16 else 4  # a thread and tile
         if M * P > (16 if kind == "backward" else 32):  # 64 heads at most: more spill, and take minutes to compile
             each //= 2
-        if kind in ("norm", "norm backward"):  # up to five sets of numbers: at most 32 a thread in each, up to 32 heads
-            each = 2 if M * P <= 16 and (kind == "norm" or CW == C) else 1  # backward two with idle lanes would spill on sm_100
+        if kind == "norm":  # at most 32 numbers a thread, up to 32 heads
+            each = 2 if M * P <= 16 else 1
             warps = max(1, W // (32 * each))
+        elif kind == "norm backward":
+            each = 1
         R = 1 if "few" in kind else max(1, each * 32 * warps // W)
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
@@ -616,8 +633,8 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
                 warps, each = 4 if d <= 6144 else warps, 8 if d == 2048 else 4
         elif kind == "norm":  # and two residuals: 15 programs a multiprocessor, where tensor-core products of 16 rows leave it one
             warps, numbers = 1 if d <= 1536 else 2 if d <= 3072 else 4, 48
-        elif kind == "norm backward":  # one row, of at most 40 numbers a thread; more only where tiles are narrower than a warp
-            warps, numbers = 1 if d <= 1024 else 2 if d <= 2560 else 4, M
+        elif kind == "norm backward":  # six; M where as many tiles are a number a thread each
+            warps, numbers = 4 if d <= 3072 else 8, max(24, M)
         elif bits == 16 and "few" not in kind and d > 1024:
             each, numbers = 8, 128 if d <= 8192 else 64  # the more stand in one thread, the fewer shuffles; above, they would spill
         R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
@@ -672,18 +689,19 @@ def _multiprocessors(device):  # the interpreter has as many as an H200
 
 def _programs(N, plan, warps, device):
     "Of a kernel that sums over rows: 8 warps or more for each multiprocessor, no more than it holds, or the last would run alone"
-    return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(2, 8 // warps))
+    return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, 8 // warps))
 
 
-def _norm_backward_triton(out, stats, dout, dnormed, alpha, weight, has_shift, dtype, scale, rms, n_head, heads_only):
-    (N, d), (out, dout, dnormed, alpha, weight) = out.shape, _row_major(out, dout, dnormed, alpha, weight)
-    plan, warps = _plan(d, n_head, heads_only, dtype.itemsize * 8, "norm backward")
-    dresidual, dx, programs = torch.empty_like(out), torch.empty_like(out, dtype=dtype), _programs(N, plan, warps, out.device)
-    partial = torch.empty(2, programs, d, dtype=torch.float32, device=out.device)
-    with torch.cuda.device_of(out):
-        _hadamard_norm_backward_kernel[(programs,)](out, stats, dout, dnormed, dresidual, dx, partial[0], partial[1] if has_shift else None,
-                                                    alpha, weight, N, scale, **plan, RMS=rms, num_warps=warps, enable_fp_fusion=True)
-    return dx, dresidual, partial[0].sum(0), partial[1].sum(0) if has_shift else partial.new_empty(0)
+def _norm_backward_triton(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only):
+    (N, d), (x, out, dout, dnormed, alpha, weight) = x.shape, _row_major(x, out, dout, dnormed, alpha, weight)
+    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "norm backward")
+    dresidual, dx, programs = torch.empty_like(out), torch.empty_like(x), _programs(N, plan, warps, x.device)
+    partial = torch.empty(4, programs, d, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        _hadamard_norm_backward_kernel[(programs,)](x, out, stats, dout, dnormed, dresidual, dx, *partial[:3],
+                                                    partial[3] if has_shift else None, alpha, weight, N, scale, **plan, RMS=rms,
+                                                    num_warps=warps, enable_fp_fusion=True)
+    return dx, dresidual, *(p.sum(0) for p in partial[:3]), partial[3].sum(0) if has_shift else partial.new_empty(0)
 
 
 def _grads_triton(x, dy, scale, n_head, heads_only, alpha=None):
@@ -876,7 +894,7 @@ def _(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_on
     return torch.empty_like(residual), torch.empty_like(x), x.new_empty(2, x.shape[0], dtype=wide)
 
 
-def _norm_backward_torch(out, stats, dout, dnormed, alpha, weight, has_shift, dtype, scale, rms, n_head, heads_only, dstats=None):
+def _norm_backward_torch(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only, dstats=None):
     mean, rstd = stats[:, :, None]                                                         # (N, 1)
     unit = (out - mean) * rstd                                                             # (N, d)
     g = dnormed * weight.to(torch.promote_types(weight.dtype, stats.dtype))                # two in 16 bits would round, and fp16 overflow
@@ -885,29 +903,32 @@ def _norm_backward_torch(out, stats, dout, dnormed, alpha, weight, has_shift, dt
     if dstats is not None:  # from the derivative of this very formula
         dmean, drstd = dstats[:, :, None] / out.shape[1]
         dy = dy - unit * rstd ** 2 * drstd + (0 if rms else dmean)
-    dx = _hadamard(dy if dtype == torch.float16 else dy.to(dtype), None, None, alpha, scale, n_head, heads_only).to(dtype)
+    dx = _hadamard(dy if x.dtype == torch.float16 else dy.to(x.dtype), None, None, alpha, scale, n_head, heads_only).to(x.dtype)
+    dy = dy.to(out.dtype)
     dshift = dnormed.sum(0, dtype=stats.dtype) if has_shift else stats.new_empty(0)
-    return dx, dy.to(out.dtype), (dnormed * unit).sum(0, dtype=stats.dtype), dshift
+    return dx, dy, *_hadamard_grads(x, dy, scale, n_head, heads_only), (dnormed * unit).sum(0, dtype=stats.dtype), dshift
 
 
 @torch.library.custom_op(f"{NAMESPACE}::hadamard_norm_backward", mutates_args=())
-def _hadamard_norm_backward(out: torch.Tensor, stats: torch.Tensor, dout: torch.Tensor, dnormed: torch.Tensor, alpha: torch.Tensor,
-                            weight: torch.Tensor, has_shift: bool, dtype: torch.dtype, scale: float, rms: bool, n_head: int,
-                            heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    "-> gradients of x (in dtype), of the residual (in out's), and in stats' of weight and of shift, empty without one"
-    run = _norm_backward_triton if _norm_on_triton(dnormed, out, n_head, heads_only) else _norm_backward_torch
-    return run(out, stats, dout, dnormed, alpha, weight, has_shift, dtype, scale, rms, n_head, heads_only)
+def _hadamard_norm_backward(
+        x: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, dout: torch.Tensor, dnormed: torch.Tensor, alpha: torch.Tensor,
+        weight: torch.Tensor, has_shift: bool, scale: float, rms: bool, n_head: int, heads_only: bool
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    "-> gradients of x, of the residual, of alpha and beta (fp32 or wider), and in stats' dtype of weight and of shift, empty without one"
+    run = _norm_backward_triton if _norm_on_triton(x, out, n_head, heads_only) else _norm_backward_torch
+    return run(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only)
 
 
 @_hadamard_norm_backward.register_fake
-def _(out, stats, dout, dnormed, alpha, weight, has_shift, dtype, scale, rms, n_head, heads_only):
-    d = out.shape[1]
-    return torch.empty_like(out, dtype=dtype), torch.empty_like(out), stats.new_empty(d), stats.new_empty(d if has_shift else 0)
+def _(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only):
+    d, wide = out.shape[1], torch.promote_types(x.dtype, torch.float32)
+    return (torch.empty_like(x), torch.empty_like(out), *(x.new_empty(d, dtype=wide) for _ in range(2)), stats.new_empty(d),
+            stats.new_empty(d if has_shift else 0))
 
 
 def _save_norm(ctx, inputs, output):
     x, _, alpha, beta, weight, shift, scale, _, rms, *how = inputs
-    ctx.how = shift is not None, x.dtype, scale, rms, *how
+    ctx.how = shift is not None, scale, rms, *how
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, alpha, beta, weight, output[0], output[2])
 
@@ -916,14 +937,12 @@ def _backward_norm(ctx, dout, dnormed, dstats):
     x, alpha, beta, weight, out, stats = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     dnormed = torch.zeros_like(x) if dnormed is None else dnormed.contiguous()
-    has_shift, _, scale, _, *heads = ctx.how
-    args = out, stats, dout, dnormed, alpha, weight, *ctx.how
+    args = x, out, stats, dout, dnormed, alpha, weight, *ctx.how
     if torch.is_grad_enabled() or dstats is not None:  # to be differentiated again, or the gradient of such a derivative
-        dx, dy, dweight, dshift = _norm_backward_torch(*args, dstats)
+        dx, dy, dalpha, dbeta, dweight, dshift = _norm_backward_torch(*args, dstats)
     else:
-        dx, dy, dweight, dshift = _hadamard_norm_backward(*args)
-    dalpha, dbeta = _hadamard_grads(x, dy, scale, *heads)  # autograd casts dshift: shift need not have weight's dtype
-    return (dx, dy, dalpha.to(alpha.dtype), dbeta.to(beta.dtype), dweight.to(weight.dtype), dshift if has_shift else None,
+        dx, dy, dalpha, dbeta, dweight, dshift = _hadamard_norm_backward(*args)
+    return (dx, dy, dalpha.to(alpha.dtype), dbeta.to(beta.dtype), dweight.to(weight.dtype), dshift if ctx.how[0] else None,
             None, None, None, None, None)
 
 

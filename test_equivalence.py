@@ -728,12 +728,14 @@ def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeyp
         y = (F.rms_norm(leaf[0], (d,), leaf[1], 1e-5) + 0 * leaf[2] if rms else F.layer_norm(leaf[0], (d,), leaf[1], leaf[2], 1e-5))
         dresidual, dweight, dshift = torch.autograd.grad(y, leaf, dnormed.double())
         dresidual += dout.double()
-        exact = (dresidual * alpha) @ H, dresidual, dweight, dshift if biased else dshift[:0]
+        x = poisoned(torch.randn(N, d).to(dtype))[0]
+        exact = ((dresidual * alpha) @ H, dresidual, (dresidual * (x.double() @ H)).sum(0), dresidual.sum(0), dweight,
+                 dshift if biased else dshift[:0])
         mean = out.double().mean(1) * (not rms)
         stats = torch.stack((mean, (out.double() - mean[:, None]).square().mean(1).add(1e-5).rsqrt())).float()
-        args = out, stats, dout, dnormed, alpha, weight, biased, dtype, scale, rms, n_head, heads_only
+        args = x, out, stats, dout, dnormed, alpha, weight, biased, scale, rms, n_head, heads_only
         got = kernels._norm_backward_triton(*args)
-        assert [t.dtype for t in got] == [dtype, wide, torch.float32, torch.float32]
+        assert [t.dtype for t in got] == [dtype, wide] + 4 * [torch.float32]
         for g, e in zip(got, exact):
             assert g.shape == e.shape and (not e.numel() or error(g, e) <= max(1.02 * error(e.to(g.dtype), e), 1e-6))
         assert not rms or all(map(torch.equal, got, kernels._norm_backward_triton(*args)))
@@ -5241,16 +5243,17 @@ HADAMARD_CODE = [  # most instructions an element (gradients: in the loop), a li
     (38, "norm", 90, "bf16", 1536, 16, False), (25, "norm", 100, "bf16", 2048, 16, True), (44, "norm", 90, "bf16", 2048, 16, False),
     (51, "norm", 90, "bf16", 2560, 20, False), (46, "norm", 80, "bf16", 2560, 20, False, "fp32"),
     (44, "norm", 100, "bf16", 3072, 24, False), (47, "norm", 90, "bf16", 4096, 32, False),
-    # their gradients, 10 and 16 bytes: 68 and 108 instructions
-    (39, "norm backward", 80, "bf16", 768, 12, False, "fp32"), (24, "norm backward", 90, "bf16", 1024, 16, True, "fp32"),
-    (41, "norm backward", 100, "bf16", 2048, 16, False), (11, "grads", 90, "bf16", 1024, 16, True, "fp32"),
+    # their gradients, 12 and 18 bytes: 82 and 123 instructions
+    (62, "norm backward", 80, "bf16", 768, 12, False, "fp32"), (46, "norm backward", 90, "bf16", 1024, 16, True, "fp32"),
+    (66, "norm backward", 100, "bf16", 2048, 16, False), (82, "norm backward", 90, "bf16", 1536, 16, False, "fp32"),
+    (11, "grads", 90, "bf16", 1024, 16, True, "fp32"),
     # heads of 96
     (39, "norm", 90, "bf16", 1536, 16, True), (33, "norm", 80, "bf16", 1536, 16, True, "fp32"), (36, "norm", 100, "bf16", 1536, 16, True),
-    *((55, "norm backward", sm, "bf16", 1536, 16, True) for sm in (80, 90, 100)), (49, "norm backward", 90, "bf16", 1536, 16, True, "fp32"),
+    *((66, "norm backward", sm, "bf16", 1536, 16, True) for sm in (80, 90, 100)), (62, "norm backward", 90, "bf16", 1536, 16, True, "fp32"),
     # few rows; RMSNorm
     *((most, kind, sm, "bf16", 768, 12, only) for sm in (80, 100) for most, kind, only in ((90, "few", False), (96, "norm few", True))),
     (138, "norm few", 90, "bf16", 768, 12, False), (36, "norm", 90, "bf16", 768, 12, False, "", "RMS"),
-    (23, "norm backward", 90, "bf16", 1024, 16, True, "fp32", "RMS"), (41, "norm backward", 100, "bf16", 2048, 16, False, "", "RMS"),
+    (46, "norm backward", 90, "bf16", 1024, 16, True, "fp32", "RMS"), (68, "norm backward", 100, "bf16", 2048, 16, False, "", "RMS"),
 ]
 POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((160, "pool"), (248, "pool backward"))  # most registers
              for sm, dtype, *flags in (*((sm, dtype) for sm in (80, 90, 100) for dtype in ("bf16", "fp32")), (90, "bf16", "SUMMARY"),
@@ -5290,7 +5293,7 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compiled):
         loads = ops.count("LDG") if code.plan["INNER"] != 2 else tiles  # of all; a tensor core's layout takes vectors in narrower ones
         if kind == "forward" and dtype != "fp32" and d <= 3072 and d != 2560 and (wide[0] < loads or wide[1] < tiles):
             faults.append((what, "loads or stores of fewer than 16 bytes", wide))
-        far = {"grads": 4, "backward": 5, "norm": 4, "norm backward": 7 - ("RMS" in what)}.get(kind, 2)
+        far = {"grads": 4, "backward": 5, "norm": 4, "norm backward": 10 - ("RMS" in what)}.get(kind, 2)
         if code.far < far:  # no test here has 2^31 elements
             faults.append((what, "32-bit offsets of rows", code.far))
         if kind in ("forward", "pre") and code.plan["INNER"] == 1 and (code.shared or any(op.startswith("BAR") for op in code.ops)):
