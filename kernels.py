@@ -470,7 +470,7 @@ if triton is not None:
         """All gradients of the kernel above: dresidual = dout + (that of the norm), dx = scale * ((alpha * dresidual) H), and this
         program's partial sums of those for alpha (of dresidual * scale * (x H)), beta, weight and shift: row program_id(0) of four (G, D).
         18 bytes an element in bf16 beside an fp32 residual, where two kernels, one for alpha and beta, take 22, and what torch.compile made
-        of the formula (_norm_backward_torch) and two transforms some 34. By compiled code 26 to 90 instructions an element, 123 keep up
+        of the formula (_norm_backward_torch) and two transforms some 34. By compiled code 34 to 90 instructions an element, 123 keep up
         with the memory (all in bf16: 12 bytes, 82)."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW
@@ -719,9 +719,9 @@ def _grads_triton(x, dy, scale, n_head, heads_only, alpha=None):
 
 # -----------------------------------------------------------------------------
 # The operators. hadamard and hadamard_grads suffice for all their derivatives, of any order, because H is its own transpose: the gradient
-# of each is written with the two themselves. hadamard_norm adds what follows in a block. On a CPU, where products cost more than bytes,
-# hadamard_kept saves x H in x's place, for a backward pass with one product of the two, hadamard_backward: no more memory, as long as
-# what made x does not keep x itself (tanh would, our attention does not).
+# of each is written with the two themselves. hadamard_backward gives their first ones at once, where they are not differentiated again:
+# in one kernel on a GPU; on a CPU, where products cost more than bytes, from x H, which hadamard_kept saves in x's place: no more memory,
+# as long as what made x does not keep x itself (tanh would, our attention does not). hadamard_norm adds what follows in a block.
 
 
 def _check_orders(d, n_head, heads_only):  # within the operators: before them, torch.compile would trace it
