@@ -671,6 +671,15 @@ class GPT(nn.Module):
                 idx = torch.cat((idx, new), 1)
         return idx
 
+    def compile(self, **kw):
+        """As nn.Module's. Of the gradients of dva_outer with several heads, Inductor's analysis of tiles, on a GPU, ends in a TypeError (torch
+        2.11: it solves for a tile with sympy's Identity still in the index); it is off from here on, for the whole process."""
+        if self.config.attn == "dva_outer":
+            import torch._inductor.config
+
+            torch._inductor.config.triton.coalesce_tiling_analysis = False
+        super().compile(**kw)
+
     def param_breakdown(self):
         "{part: parameters}; the parts sum to the total, a tied head is the token embedding's"
         return breakdown(self, {"wte.": "token embedding", "wpe.": "position embedding", ".c_attn.": "attention in",
