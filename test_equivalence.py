@@ -3316,6 +3316,14 @@ def test_gpu_pool_is_a_cpus():
         assert all(error(a, b.double()) < 1e-5 for a, b in zip(*results))
 
 
+def test_gpt_compile_keeps_dva_outer_from_an_analysis_that_fails_on_a_gpu():
+    import torch._inductor.config as inductor
+    with inductor.patch({"triton.coalesce_tiling_analysis": True}):
+        for attn, analysed in (("dva", True), ("dva_outer", False)):
+            make(attn=attn).compile()
+            assert inductor.triton.coalesce_tiling_analysis == analysed
+
+
 @needs_gpu
 @needs_triton
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn_out="head_hadamard", norm="rmsnorm", pos="learned"),
@@ -3325,11 +3333,13 @@ def test_gpu_gpt_is_a_cpus_eager_and_compiled_and_generates_the_same(config):
     cpu, idx, results = make(scale=2.0, **config), torch.randint(0, 97, (2, 16)), []
     for device, compiled in (("cpu", False), (GPU, False), (GPU, True)):
         m = copy.deepcopy(cpu).to(device)
-        loss = (torch.compile(m, fullgraph=True) if compiled else m)(idx.to(device), idx.to(device))
+        if compiled:
+            m.compile(fullgraph=True)
+        loss = m(idx.to(device), idx.to(device))
         loss.backward()
         results.append([loss.detach().cpu(), *(p.grad.cpu() for p in m.parameters())])
     assert all(error(a, b.double()) < 1e-3 for other in results[1:] for a, b in zip(other, results[0]))
-    prompt = idx[:, :3].to(GPU)
+    m, prompt = cpu.to(GPU), idx[:, :3].to(GPU)
     for temperature in (0, 1.0):  # each token one CUDA graph, or the whole window afresh
         a, b = (m.generate(prompt, 30, temperature, 20, torch.Generator().manual_seed(1), use_cache=cached) for cached in (True, False))
         assert torch.equal(a, b)
