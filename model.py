@@ -672,8 +672,8 @@ class GPT(nn.Module):
         return idx
 
     def compile(self, **kw):
-        """As nn.Module's. For dva_outer one analysis of Inductor's is off from here on, in the whole process: on a GPU it ends in a TypeError
-        on the gradients of several heads, for which it takes a stride of -256 * Identity(0) (torch 2.11 to 2.13, tiling_utils.py)."""
+        """As nn.Module's. For dva_outer one analysis of Inductor's is off from here on, in the whole process: on a GPU it ends in a
+        TypeError on the gradients of several heads, for which it takes a stride of -256 * Identity(0) (torch 2.11 to 2.13)."""
         if self.config.attn == "dva_outer":
             import torch._inductor.config
             torch._inductor.config.triton.coalesce_tiling_analysis = False
