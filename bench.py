@@ -616,7 +616,7 @@ def bench_compare(args):
                      np.mean([r["bits_per_byte"] for r in mine]), "baseline" if i == 0 else with_error(*paired(loss, base)),
                      np.median([r["tokens_per_s"] for r in mine]), r["peak_mib"] and max(r["peak_mib"] for r in mine)))
     table(args, f"Equal {args.equal}, {args.seeds} seed{'s' * (args.seeds > 1)}, {data.name}, "
-          f"{'compiled' if args.compile else 'not compiled'}",
+          f"{'compiled' if args.compile else 'not compiled'}{', sums in a fixed order, which takes time' * args.gpu}",
           ["variant", "parameters {:,}", "steps {:,}", "paper, its data and size", "validation loss, nats {:.4f}", "bits per byte {:.4f}",
            "difference ± standard error", "tokens/s {:,.0f}", "peak MiB {:,.0f}"], rows)
 
@@ -1291,7 +1291,8 @@ def bench_scaling(args):
             for out in args.variants:
                 t = Trainer("gpt", typed | dict(attn_out=out), data, m, seed, given, args.compile)
                 t.set_steps(max(1, round(steps * first.flops / t.flops)))
-                t.warmup = min(t.warmup, t.steps // 10)
+                if "warmup_steps" not in common:  # nano's 50 can be most of a small model's run
+                    t.warmup = min(t.warmup, t.steps // 10)
                 if t.steps * t.step_tokens > 4 * len(data.train):
                     warn(f"note: {size} reads {data.name}'s {len(data.train):,} tokens "
                          f"{t.steps * t.step_tokens / len(data.train):.1f} times")

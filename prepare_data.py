@@ -690,9 +690,9 @@ def fetch(name, folder, url):
 # Writing
 
 def write_bin(path, tokens, vocab_size):
-    """Write a uint16 array as one .bin file."""
-    if tokens.max() >= vocab_size or len(tokens) >= 2**31:
-        die(f"{path}: {len(tokens):,} tokens, ids to {tokens.max()}; there is room for 2^31 - 1, ids below {vocab_size}")
+    """Write a uint16 array, of fewer than 2^31 tokens, as one .bin file."""
+    if tokens.max() >= vocab_size:
+        die(f"{path}: a token has the id {tokens.max()}, expected ids below {vocab_size}")
     header = np.zeros(256, "<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
     write_atomic(path, lambda f: f.writelines((header.data, tokens.astype("<u2", copy=False).data)))
@@ -720,6 +720,9 @@ def prepare(folder, name, tokenizer, raw, source, sha256=None, percent=(90,), by
     if not all(parts.values()):
         die(f"{source}: {len(raw)} bytes are too few to split into {', '.join(parts)}")
     tokens = {s: tokenize(p, tokenizer, f"{name} {s}") for s, p in parts.items()}
+    if too_long := [f"{s} has {len(t):,}" for s, t in tokens.items() if len(t) >= 2**31]:
+        die(f"{source}: {too_long[0]} tokens, and one .bin file has room for 2^31 - 1: take less text"
+            + ", or --tokenizer=gpt2" * (tokenizer == "byte"))
     pathlib.Path(folder, "meta.json").unlink(missing_ok=True)  # never beside .bin files that it does not describe
     for s, t in tokens.items():
         write_bin(os.path.join(folder, f"{s}.bin"), t, VOCAB_SIZE[tokenizer])
