@@ -444,6 +444,7 @@ class HeadLoss(torch.autograd.Function):
                 torch.mm(p, w_, out=dx[i:i + n])
                 part = (p.T @ rows).to(logits.dtype)                                     # of several slices summed in fp32
                 dw = part if dw is None else dw.add_(part)
+            del logits, p  # or they would live beside the next slice's
         if grads:
             ctx.save_for_backward(dx, dw, count)
             ctx.dtypes = x.dtype, weight.dtype

@@ -1207,6 +1207,24 @@ def test_gpt_loss_makes_no_second_copy_of_its_logits():
     assert len(made) == 1
 
 
+def test_gpt_loss_holds_the_logits_of_one_slice_at_a_time(monkeypatch):
+    made, live = [], []
+
+    class Large(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            y = f(*args, **(kwargs or {}))
+            if isinstance(y, torch.Tensor) and y.shape == (10, 97):
+                made.append(weakref.ref(y))
+                live.append(len({t.data_ptr() for t in (ref() for ref in made) if t is not None}))
+            return y
+
+    monkeypatch.setattr(model_py, "HEAD_LOGITS", 10 * 97)
+    x, w = torch.randn(50, 4, requires_grad=True), torch.randn(97, 4, requires_grad=True)
+    with Large():
+        model_py.HeadLoss.apply(x, w, torch.randint(97, (50,)), True)
+    assert len(made) >= 5 and max(live) == 1
+
+
 def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
     assert model_py.HEAD_LOGITS <= 2**26  # 256 MB in fp32
     for rows, left_out in ((10, 0), (4, 0), (3, 0), (10, 4), (3, 5)):
