@@ -409,16 +409,16 @@ class HeadLoss(torch.autograd.Function):
     """Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> scalar, fp32 or wider. Targets of -100
     do not count, as in F.cross_entropy. grads: whether backward may follow, which forward cannot see by itself.
 
-    By slices of rows, each slice's gradients made at once while its logits are there: of all N x V logits no more than HEAD_LOGITS numbers
-    (on a GPU four times as many) ever exist, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's
-    vocabulary: 40 GB). Compiled, one kernel reads a slice's logits and writes their gradients, both in 16 bits.
+    By slices of rows, whose gradients are made while their logits are there: of all N x V logits no more than HEAD_LOGITS (on a GPU four
+    times as many) exist at a time, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary:
+    40 GB). Compiled, one kernel reads a slice's logits and writes their gradients, both in 16 bits.
     """
     @staticmethod
     def forward(ctx, x, weight, targets, grads):
         dtype = product_dtype(x)
         n = max(1, HEAD_LOGITS * (1 if x.device.type == "cpu" else 4) // len(weight))    # rows of a slice
-        x_, w_, counts = x.to(dtype), weight.to(dtype), targets != -100
-        targets, count = targets.masked_fill(~counts, 0), counts.sum()
+        x_, w_, valid = x.to(dtype), weight.to(dtype), targets != -100
+        targets, count = targets.masked_fill(~valid, 0), valid.sum()
         grads = grads and any(ctx.needs_input_grad)
         dx = torch.empty_like(x_) if grads else None
         loss, dw = 0.0, None
@@ -426,21 +426,21 @@ class HeadLoss(torch.autograd.Function):
             rows = x_[i:i + n]                                                           # (n, d)
             logits = rows @ w_.T                                                         # (n, V)
             logits = logits if dtype == torch.float64 else logits.float()
-            target, seen = targets[i:i + n, None], counts[i:i + n, None]
-            top, own = logits.amax(-1, keepdim=True), logits.gather(1, target)
-            # lse = logsumexp(logits), p = softmax(logits) - one-hot(target), and 0 where the target does not count
+            target, counts = targets[i:i + n, None], valid[i:i + n, None]                # (n, 1)
+            top, own = logits.amax(-1, keepdim=True), logits.gather(1, target)           # own: the target's
+            # loss = lse - own, lse = logsumexp(logits); p = softmax(logits) - one-hot(target), 0 where the target does not count
             if torch.compiler.is_compiling():  # one kernel each, that reads logits; a scatter would write and read all of p in fp32
                 lse = (logits - top).exp_().sum(-1, keepdim=True).log_() + top
-                one_hot = (seen & (target == torch.arange(len(weight), device=x.device))).to(logits.dtype)
-                p = (logits - lse.masked_fill(~seen, math.inf)).exp() - one_hot
+                one_hot = (counts & (target == torch.arange(len(weight), device=x.device))).to(logits.dtype)
+                p = (logits - lse.masked_fill(~counts, math.inf)).exp() - one_hot
             else:  # in place: no second n x V numbers, and each e^x once
                 p = logits.sub_(top).exp_()
                 total = p.sum(-1, keepdim=True)
                 lse = total.log() + top
-                p = p.mul_(seen / total).scatter_add_(1, target, -seen.to(p.dtype)) if grads else None
-            loss = loss + (lse - own).masked_fill(~seen, 0).sum()
+                p = p.mul_(counts / total).scatter_add_(1, target, -counts.to(p.dtype)) if grads else None
+            loss = loss + (lse - own).masked_fill(~counts, 0).sum()
             if grads:
-                p = p.to(dtype)                                                          # d loss / d logits, times N
+                p = p.to(dtype)                                                          # d loss / d logits, times count
                 torch.mm(p, w_, out=dx[i:i + n])
                 part = (p.T @ rows).to(logits.dtype)                                     # of several slices summed in fp32
                 dw = part if dw is None else dw.add_(part)
