@@ -79,8 +79,9 @@ SIZES = {  # [1, table 2 and v1's sizes]: these reproduce every published parame
 
 
 def hadamard_heads(config):
-    """The h of the layer's H = H_h (x) H_(d/h): n_head where both factors exist, which makes the inner one foldable into W_V; else 1, the
-    plain H_d. The order of the factors is a free choice of H: for 16 heads of 96 it is not that of H_12 (x) H_128, else it is the same."""
+    """The h of the layer's H = H_h (x) H_(d/h): n_head where both factors exist, so that the inner one can be folded into W_V; else 1, the
+    plain H_d. Which of the two is a free choice of H. Of SIZES only base, 16 heads of 96, has two different ones: its H_1536 is
+    H_12 (x) H_128."""
     d, h = config.n_embd, config.n_head
     if _split_order(h) and _split_order(d // h):
         return h
