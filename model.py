@@ -294,11 +294,11 @@ def up_to(pos, length, dtype):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with four choices in the place of its output projection [1], or Dynamic Value Attention [2], whose value depends
-    on the query: v_R(B, A) = v(A) + r(B, A) with r made of q_R(B) and k_R(A).
+    """Multi-head attention with four choices in the place of its output projection [1], or Dynamic Value Attention [2]: query B gets
+    sum_A S(B, A) v_R(B, A) over keys A, S = softmax(Q K^T / sqrt(d_h)), causal, with a value v_R that depends on the query, too.
 
-        dva        r(B, A) = q_R(B) * k_R(A), elementwise [2, eq. 6-8]. q_R(B) does not depend on A, so it leaves the sum over A:
-                   sum_A S(B, A) (v(A) + q_R(B) * k_R(A)) = S V + Q_R * (S K_R)               one attention with values [V, K_R]
+        dva        v_R(B, A) = v(A) + r(B, A), r(B, A) = q_R(B) * k_R(A), elementwise [2, eq. 6-8]. q_R(B) does not depend on A:
+                   sum_A S(B, A) (v(A) + q_R(B) * k_R(A)) = S V + Q_R * (S K_R)                one attention with values [V, K_R]
         dva_outer  v_R(B, A) = v(A) r(B, A), r(B, A) = q_R(B)^T k_R(A), a d x d matrix of rank one [2, eq. 3-5], so that
                    v(A) r(B, A) = (v(A) . q_R(B)) k_R(A), and the sum is (S * (Q_R V^T)) K_R   no d x d matrix for any pair
     """
@@ -317,7 +317,7 @@ class Attention(nn.Module):
         elif self.attn_out != "none":
             self.alpha = nn.Parameter(torch.empty(d))
             self.beta = nn.Parameter(torch.empty(d))
-        self.one_pass = False                                # whether a GPU takes out, the residual and the next norm in one kernel
+        self.one_pass = False                                # whether a GPU adds the residual and takes the next norm in the same kernel
         if self.attn_out in ("hadamard", "head_hadamard"):
             heads_only = self.attn_out == "head_hadamard"
             self.order = config.n_head if heads_only else hadamard_heads(config)         # h of H_d = H_h (x) H_(d / h)
@@ -326,15 +326,15 @@ class Attention(nn.Module):
 
     def forward(self, x, table=None, cache=None, at=None, mask=None, residual=None, norm=None):
         """x (B, T, d) -> (B, T, d); with residual and norm: residual + that, and its norm, in one pass. table: rope's cos and sin. cache: k
-        (B, h, length, d_h) and v, as wide, or for dva twice. at: x's places in it, a slice, or with mask (1, length) an int64 (1,)."""
+        (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's places in it, a slice, or with mask (1, length) an int64 (1,)."""
         B, T, d = x.shape
         qkv = self.c_attn(x).unflatten(-1, (-1, d // self.n_head))                       # (B, T, 3h or 5h, d_h)
-        qk, rest = qkv.split((2 * self.n_head, qkv.size(2) - 2 * self.n_head), 2)
+        qk, rest = qkv.split((2 * self.n_head, qkv.size(2) - 2 * self.n_head), 2)        # Q and K; V, or V, K_R and Q_R
         qk = qk if table is None else rope(qk, *table)
         q, k = qk.transpose(1, 2).split(self.n_head, 1)                                  # (B, h, T, d_h) each
         rest = rest.unflatten(2, (-1, self.n_head)).permute(0, 3, 1, 2, 4)               # (B, h, T, 1 or 3, d_h)
         v, q_r = (rest, None) if self.attn == "mha" else rest.split((2, 1), 3)
-        v = v.flatten(3)                                                                 # V, or [V, K_R], of one head a view
+        v = v.flatten(3)                                                                 # V, or [V, K_R]: (B, h, T, d_h or 2 d_h)
         if cache is not None:  # keys and values of all tokens so far
             for seen, new in zip(cache, (k, v)):
                 seen[:, :, at] = new.to(seen.dtype)
@@ -367,7 +367,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         d, self.kind = config.n_embd, config.mlp
-        hidden = 16 * math.ceil(8 * d / 3 / 16) if self.kind == "swiglu" else 4 * d
+        hidden = 16 * math.ceil(8 * d / 3 / 16) if self.kind == "swiglu" else 4 * d  # [1] does not say: this gives its counts
         self.c_fc = nn.Linear(d, 2 * hidden if self.kind == "swiglu" else hidden, bias=config.bias)
         self.c_proj = nn.Linear(hidden, d, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -377,9 +377,9 @@ class MLP(nn.Module):
         x = self.c_fc(x)
         if self.kind == "swiglu":
             gate, up = x.chunk(2, -1)
-            x = F.silu(gate) * up
+            x = F.silu(gate) * up              # SwiGLU, arXiv:2002.05202
         else:
-            x = F.gelu(x, approximate="tanh")  # GPT-2's and the book's; nanoGPT has the exact one
+            x = F.gelu(x, approximate="tanh")  # as GPT-2 and the book; nanoGPT takes the exact one
         return self.dropout(self.c_proj(x))
 
 
@@ -630,7 +630,7 @@ class GPT(nn.Module):
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
     def new_cache(self, batch, length=None):
-        "Empty KV cache, for each layer: k (B, h, length, d_h) and v, as wide, or for dva twice: v and k_R"
+        "Empty KV cache, for each layer: k (B, h, length, d_h) and v, as wide, or for dva [V, K_R], twice as wide"
         c, w = self.config, self.wte.weight
         shape, d_h = (batch, c.n_head, length or c.block_size), c.n_embd // c.n_head
         return [tuple(torch.zeros(*shape, n, device=w.device, dtype=w.dtype) for n in (d_h, d_h if c.attn == "mha" else 2 * d_h))
@@ -750,6 +750,7 @@ def fold_hadamard(model):
         block.attn.attn_out, block.attn.one_pass = "head_hadamard", hadamard_norm_is_fused(c.n_embd, c.n_head, True)
         for p in block.attn.c_attn.parameters():  # weight (3d, d) and bias (3d,); the last d rows are V's
             v = p[2 * c.n_embd:]
+            # rows of a Linear's weight are its outputs: it holds W_V^T, and (W_V H)^T = H W_V^T, as H is symmetric
             v.copy_((H @ v.cpu().double().view(c.n_head, d_h, -1)).view_as(v))
     return folded
 
