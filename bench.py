@@ -262,6 +262,11 @@ def nats(bytes_per_token):
     return f"nats per {'byte' if bytes_per_token == 1 else 'token'}"
 
 
+def standard_error(x):
+    "Of the mean over the first dimension; None for a single sample"
+    return np.std(x, axis=0, ddof=1) / len(x) ** 0.5 if len(x) > 1 else None
+
+
 def with_error(value, error, form="+.4f"):
     return f"{value:{form}}" + ("" if error is None else f" ± {error:{form[1:]}}")
 
@@ -517,7 +522,7 @@ def reproducible(m):
 def paired(a, b):
     "Mean over seeds of a - b and its standard error (None for one seed)"
     d = np.array(a) - np.array(b)
-    return d.mean(), d.std(ddof=1) / len(d) ** 0.5 if len(d) > 1 else None
+    return d.mean(), standard_error(d)
 
 
 def paper_quality(kind, t):
@@ -961,7 +966,7 @@ def gains(t):
     of the gain that identity attains; None where identity's gain is below its error}"""
     mean = {k: v.mean() for k, v in t.items()}
     gain = {k: mean["dense"] / v - 1 for k, v in mean.items()}
-    error = {k: deviation(t["dense"] / v) / len(v) ** 0.5 if len(v) > 1 else None for k, v in t.items()}
+    error = {k: standard_error(t["dense"] / v) for k, v in t.items()}
     best = mean["dense"] - mean["identity"] if gain["identity"] > (error["identity"] or 0) else None
     return {k: dict(gain=gain[k], gain_error=error[k], share=(mean["dense"] - mean[k]) / best if best and "hadamard" in k else None)
             for k in t}
@@ -1326,7 +1331,7 @@ def bench_scaling(args):
         best = at_best_rate(runs[out])
         slopes[out] = [slope(*loss_against_compute({z: [r for r in mine if r["seed"] == k] for z, mine in best.items()}))[0] for k in seeds]
         s, error, _ = slope(*loss_against_compute(best))
-        over_seeds = paired(slopes[out], [0.0] * args.seeds)[1]
+        over_seeds = standard_error(slopes[out])
         paper = slope(*zip(*paper_points(out)))[0] if out in OUTS[:2] else None
         rows.append((out, paper, s, paper and s - paper, error, over_seeds,
                      None if out == base else with_error(*paired(slopes[out], slopes[base]))))
@@ -1566,9 +1571,9 @@ def plot_compare(plt, rows):
     for i, name in sorted(variants.items()):
         mine = [r for r in rows if r["index"] == i]
         pace = np.median([r["tokens"] / r["steps"] / r["tokens_per_s"] for r in mine])  # seconds a step: medians, other work may slow some
-        curves = np.array([[[p[0], p[3], p[0] * pace, p[2]] for p in r["curve"][1:]] for r in mine])  # (seeds, points, 4); no start
-        mean = curves.mean(0)
-        error = curves[..., 3].std(0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else None
+        curves = np.array([[[step, flops, step * pace, val] for step, _, val, flops, _ in r["curve"][1:]]  # without the start
+                           for r in mine])                                                     # (seeds, points, 4)
+        mean, error = curves.mean(0), standard_error(curves[..., 3])
         for ax, x in zip(axes, mean.T[:3]):
             ax.plot(x, mean[:, 3], **style(i), ms=4, label=name)
             if error is not None:
