@@ -138,17 +138,18 @@ def on_gpu(argv):
 
 def hardware(m):
     "The device, for a table's caption"
+    name, dtype = platform.processor() or platform.machine(), str(m.dtype).removeprefix("torch.")
     if m.device.type == "cuda":
         name = torch.cuda.get_device_name(m.device)
+        if m.dtype == torch.float32 and torch.cuda.is_bf16_supported(including_emulation=False):  # a GPU that has TF32, too
+            dtype += " (products in TF32)"
+    elif m.device.type == "mps":
+        name += " (mps)"
     else:
-        name = platform.processor() or platform.machine()
-        if os.path.exists("/proc/cpuinfo"):
-            with open("/proc/cpuinfo") as f:
-                name = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), name)
-        name = f"{name}, threads: {torch.get_num_threads()}" if m.device.type == "cpu" else f"{name} (mps)"
-    has_tf32 = m.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    tf32 = " (products in TF32)" if has_tf32 and m.dtype == torch.float32 else ""
-    return f"{name}, {str(m.dtype).removeprefix('torch.')}{tf32}, torch {torch.__version__}"
+        with contextlib.suppress(FileNotFoundError), open("/proc/cpuinfo") as f:  # Linux
+            name = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), name)
+        name += f", threads: {torch.get_num_threads()}"
+    return f"{name}, {dtype}, torch {torch.__version__}"
 
 
 def none_of(name, choices):
