@@ -425,7 +425,7 @@ class Trainer:
                 s["max_steps"] = math.ceil(s["epochs"] * self.length / window)
         self.flops = self.model.flops_per_token(self.T)
         if compiled:
-            self.model.compile(**(dict(dynamic=False) if kind == "gpt" else {}))
+            self.model.compile(dynamic=kind == "shaq")  # whose windows differ in length
         self.set_steps(s["max_steps"])
 
     def set_steps(self, n):
@@ -1673,10 +1673,9 @@ def plot_decode(plt, rows):
         fig, axes = plt.subplots(1, len(lengths), figsize=(5.5 * len(lengths), 4), layout="constrained", squeeze=False)
         for ax, T in zip(axes[0], lengths):
             for i, out in enumerate(OUTS):
-                mine, best = [r for r in rows if (r["size"], r["T"], r["variant"]) == (size, T, out)], {}
-                for r in mine:
-                    best[r["batch"]] = max(best.get(r["batch"], 0), r["tokens_per_s"])
-                ax.plot(sorted(best), [best[b] for b in sorted(best)], **style(i), label=out)
+                mine = [r for r in rows if (r["size"], r["T"], r["variant"]) == (size, T, out)]
+                batches = sorted({r["batch"] for r in mine})
+                ax.plot(batches, [max(r["tokens_per_s"] for r in mine if r["batch"] == b) for b in batches], **style(i), label=out)
                 if i < 2 and size in DECODE[2048, 64] and any((r["batch"], r["new_tokens"]) == (2048, 64) for r in mine):
                     ax.plot(2048, DECODE[2048, 64][size][i], **PAPER, color=COLORS[i], label=f"paper, {out}")
             ax.set(xlabel="batch, sequences", ylabel="tokens/s", title=f"{size}, prompt of {T}")
