@@ -974,7 +974,7 @@ def gains(t):
 
 
 def gain_cells(variant, gain, gain_error, share):
-    return None if variant == "dense" else with_error(gain, gain_error, "+.1%"), share
+    return (None if variant == "dense" else with_error(gain, gain_error, "+.1%")), share
 
 
 def speed_flags(gpu, batch, T):
@@ -1020,12 +1020,12 @@ def bench_prefill(args):
         gain = gains(t)
         papers = dict(zip(OUTS, PREFILL.get(size, ()) if (B, T) == (1024, 64) else ()))  # dense, hadamard
         for out, v in t.items():
-            ms, rate, mb = papers.get(out, (None, None, None))
-            rows.append((size, f"{B} x {T}", "compiled" if compiled else "eager", out, ms,
-                         f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}", ms and v.mean() * 1e3 - ms, B * T / v.mean(), rate,
-                         rate / papers["dense"][1] - 1 if rate and out == "hadamard" else None,
-                         *gain_cells(out, **gain[out]), mb, peak[out]))
-            record(args, size=size, batch=B, T=T, compiled=compiled, variant=out, seconds=v.tolist(), tokens_per_s=B * T / v.mean(),
+            ms, rate = v.mean() * 1e3, B * T / v.mean()
+            paper_ms, paper_rate, paper_mb = papers.get(out, (None, None, None))
+            paper_gain = paper_rate / papers["dense"][1] - 1 if paper_rate and out == "hadamard" else None
+            rows.append((size, f"{B} x {T}", "compiled" if compiled else "eager", out, paper_ms, f"{ms:.3f} ± {deviation(v) * 1e3:.3f}",
+                         paper_ms and ms - paper_ms, rate, paper_rate, paper_gain, *gain_cells(out, **gain[out]), paper_mb, peak[out]))
+            record(args, size=size, batch=B, T=T, compiled=compiled, variant=out, seconds=v.tolist(), tokens_per_s=rate,
                    peak_mib=peak[out], **gain[out])
         return rows
 
@@ -1078,14 +1078,14 @@ def bench_decode(args):
             t = {k: v / n for k, v in timed(work, m, args.runs, least=0.0).items()}
             gain, papers = gains(t), dict(zip(OUTS, DECODE.get((B, n), {}).get(size, ())))  # dense, hadamard
             for out, v in t.items():
-                floor = (sum(q.nbytes for q in models[out].parameters()) + kv) / copy
-                ours, paper = B / v.mean(), papers.get(out)
-                rows.append((size, f"{B} x {T} + {n}", f"{'compiled, ' if compiled else ''}{mode}", out, paper, ours,
-                             paper and ours / paper, t_first[out].mean() * 1e3, f"{v.mean() * 1e3:.3f} ± {deviation(v) * 1e3:.3f}",
-                             floor * 1e3, floor / v.mean(), paper / papers["dense"] - 1 if paper and out == "hadamard" else None,
-                             *gain_cells(out, **gain[out]), peak[out]))
+                step, paper_rate = v.mean(), papers.get(out)
+                rate, floor = B / step, (sum(q.nbytes for q in models[out].parameters()) + kv) / copy
+                paper_gain = paper_rate / papers["dense"] - 1 if paper_rate and out == "hadamard" else None
+                rows.append((size, f"{B} x {T} + {n}", f"{'compiled, ' if compiled else ''}{mode}", out, paper_rate, rate,
+                             paper_rate and rate / paper_rate, t_first[out].mean() * 1e3, f"{step * 1e3:.3f} ± {deviation(v) * 1e3:.3f}",
+                             floor * 1e3, floor / step, paper_gain, *gain_cells(out, **gain[out]), peak[out]))
                 record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(),
-                       tokens_per_s=ours, seconds_first=t_first[out].tolist(), floor=floor, peak_mib=peak[out], **gain[out])
+                       tokens_per_s=rate, seconds_first=t_first[out].tolist(), floor=floor, peak_mib=peak[out], **gain[out])
         return rows
 
     rows = cases(args, m, measure)
@@ -1303,14 +1303,14 @@ def bench_scaling(args):
                     warn(f"note: {size} reads {data.name}'s {len(data.train):,} tokens "
                          f"{t.steps * t.step_tokens / len(data.train):.1f} times")
                 curve, pace = t.run(f"run {sum(map(len, runs.values())) + 1} of {total}")
+                taken, _, loss, compute = curve[-1][:4]
                 papers[out] = paper_quality("gpt", t)
                 runs[out].append(dict(
-                    size=size, variant=out, seed=seed, lr=t.s["lr"], params=t.params, tokens=curve[-1][0] * t.step_tokens,
-                    compute=curve[-1][3], val_loss=curve[-1][2], tokens_per_s=pace, dataset=data.name,
-                    bytes_per_token=data.bytes_per_token, curve=curve))
+                    size=size, variant=out, seed=seed, lr=t.s["lr"], params=t.params, tokens=taken * t.step_tokens, compute=compute,
+                    val_loss=loss, tokens_per_s=pace, dataset=data.name, bytes_per_token=data.bytes_per_token, curve=curve))
                 record(args, **runs[out][-1])
-                warn(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {curve[-1][0]:,} of {t.steps:,} steps, "
-                     f"{curve[-1][2]:.4f} {nats(data.bytes_per_token)}")
+                warn(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {taken:,} of {t.steps:,} steps, "
+                     f"{loss:.4f} {nats(data.bytes_per_token)}")
                 del t  # or the next is made beside it
             del first, given
         for out in args.variants:
