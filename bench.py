@@ -916,28 +916,31 @@ def bench_code(args):
              ("the same, mixing heads only", "norm", True, 4, 0), ("its gradients, the loop", "norm backward", False, 6, 1),
              ("the same, mixing heads only", "norm backward", True, 6, 1), ("fo-pool, the loop", "pool", None, 4, 1),
              ("its gradients, the loop", "pool backward", None, 7, 1)]
-    rows, start_time, n = [], time.perf_counter(), 0
+    rows, size, began, done = [], 4 if dtype == "fp32" else 2, time.perf_counter(), 0  # size: bytes of a number
     with compilers(min(8, os.cpu_count() or 1)) as pool:
-        jobs = [[pool.submit(code_of, kind, args.sm, dtype, *(() if "pool" in kind else (d, HEADS[d], only)))
-                 if "pool" in kind or kernels._plan(d, HEADS[d], only, 32 if dtype == "fp32" else 16, kind) else None
-                 for d in (args.widths if "pool" not in kind else args.widths[:1])] for _, kind, only, _, _ in kinds]
-        for (name, kind, only, moved, of_loop), row in zip(kinds, jobs):
-            cells = []
-            for d, job in zip(args.widths, row):
-                if job is None:  # in two launches, the rows below
-                    cells.append("–")
+        jobs = {}
+        for (_, kind, only, _, _), d in itertools.product(kinds, args.widths):
+            if "pool" in kind:  # of any width: one, in the first column
+                if d == args.widths[0]:
+                    jobs[kind, only, d] = pool.submit(code_of, kind, args.sm, dtype)
+            elif kernels._plan(d, HEADS[d], only, 8 * size, kind):
+                jobs[kind, only, d] = pool.submit(code_of, kind, args.sm, dtype, d, HEADS[d], only)
+        for name, kind, only, moved, of_loop in kinds:
+            row = [name, moved * size, round(moved * size * ISSUE)]
+            for d in args.widths:
+                if (kind, only, d) not in jobs:
+                    row.append("" if "pool" in kind else "–")  # –: in two launches, the rows below
                     continue
                 try:
-                    c = job.result()
+                    c = jobs[kind, only, d].result()
                 except Exception as e:
                     die(f"Triton could not compile {name} for sm_{args.sm} ({(str(e).strip() or type(e).__name__).splitlines()[0]})")
-                n += 1
-                progress(n, sum(job is not None for row in jobs for job in row), start_time, "compiling", unit="kernels", scale=1)
-                cells.append(f"{c.loop if of_loop else c.each:.1f}" + ("" if not c.stack else f", {c.stack} bytes spilled"))
+                done += 1
+                progress(done, len(jobs), began, "compiling", unit="kernels", scale=1)
+                row.append(f"{c.loop if of_loop else c.each:.1f}" + f", {c.stack} bytes spilled" * (c.stack > 0))
                 record(args, kernel=kind, heads_only=only, d=None if "pool" in kind else d, sm=args.sm, dtype=dtype, each=c.each,
                        loop=c.loop, registers=c.registers, stack=c.stack, shared=c.shared)
-            moved *= 4 if dtype == "fp32" else 2
-            rows.append([name, moved, round(moved * ISSUE)] + cells + [""] * (len(args.widths) - len(cells)))
+            rows.append(row)
     table(args, "Instructions an element", ["kernel", "bytes an element", "an H200's budget", *map(str, args.widths)], rows)
 
 
