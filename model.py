@@ -110,7 +110,7 @@ def rope(x, cos, sin):
     if cos.element_size() < 4:
         raise ValueError(f"rope: cos and sin are in {cos.dtype}, expected fp32; FSDP needs MixedPrecisionPolicy(cast_forward_inputs=False)")
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
-    if x.device.type == "cpu" or x.is_cuda and not torch.compiler.is_compiling():  # one pass: on a CPU 5 times faster than four real ones
+    if x.device.type == "cpu" or x.is_cuda and not torch.compiler.is_compiling():  # one pass: on a CPU 5 times faster than four over reals
         y = torch.view_as_real(torch.view_as_complex(y) * torch.complex(cos, sin))
     else:  # torch.compile makes one pass of this and one of its gradient, but not of complex numbers, nor of x_2i and x_2i+1 taken apart
         y = y * cos[..., None] + y.flip(-1) * torch.stack((-sin, sin), -1)
@@ -136,17 +136,18 @@ def query_blocks(q, k):
 
 
 def causal_weights(q, k, i, e, dropout, seed, P=None):
-    "Rows i to e -> n, how many keys they see; P = softmax(q k^T / sqrt(w)), causal (N, e - i, n), unless known; what dropout drops or None"
+    """For query rows i to e: n, how many keys the last one sees; P = softmax(q k^T / sqrt(w)), causal (N, e - i, n), computed unless given;
+    drop, of P's shape, true where dropout drops, or None."""
     n = e + k.size(1) - q.size(1)  # the queries are the last of all positions
     if P is None:
-        scores = torch.bmm(q[:, i:e] * q.size(-1) ** -0.5, k[:, :n].mT)
+        scores = torch.bmm(q[:, i:e] * q.size(-1) ** -0.5, k[:, :n].mT)  # (N, e - i, n)
         later = q.new_full((e - i, e - i), -math.inf).triu_(1)
-        scores[:, :, n - (e - i):].tril_().add_(later)  # 0 - inf for a later key, were it NaN; masked_fill_ takes twice as long on a CPU
+        scores[:, :, n - (e - i):].tril_().add_(later)  # 0 - inf for a later key, even a NaN; masked_fill_ takes twice as long on a CPU
         P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
     if dropout == 0.0:
         return n, P, None
     generator = torch.Generator(q.device).manual_seed(seed.item() + i)  # the same again in backward
-    if q.device.type == "cpu":  # one draw makes four: 7 times faster than torch.rand
+    if q.device.type == "cpu":  # a draw of 64 bits makes four of 16: 7 times faster than torch.rand
         bits = torch.empty(P.numel() // 4 + 1, dtype=torch.int64).random_(-2**63, None, generator=generator)
         drop = (bits.view(torch.int16)[:P.numel()] < min(round(dropout * 2**16) - 2**15, 2**15 - 1)).view_as(P)
     else:
@@ -154,8 +155,7 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
     return n, P, drop
 
 
-# under which the operators are registered; it has the module's name in it, as a copy of this file that registered the same names would
-# replace these
+# The operators are registered under this module's name: a copy of this file that registered the same names would replace these
 NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}" for c in __name__)
 
 
@@ -166,15 +166,16 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
     P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         q_r is None    out = P v                         v of any width
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
-    q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w); seed: of the dropout, () int64 on the CPU, None without;
-    from outside, as a forward pass that is run again must find the same. keep: whether each block's P stays for the backward pass, as the
-    second output; else that pass computes it again, and memory is linear in T. Once differentiable. On a CPU in bf16, without keep, 1.4
-    times as fast as PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), in fp32 level with it. In 16 bits scores
-    are rounded, where that operator keeps fp32: results are 2 times as far off at scores of standard deviation 1, 7 times at 9."""
+    q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). seed: the dropout's, () int64 on the CPU, None without;
+    the caller draws it, as a forward pass that is run again (checkpointing) must find the same. keep: each block's P stays for the backward
+    pass, as the second output; else that pass computes it again, and memory is linear in T. Once differentiable. On a CPU in bf16, without
+    keep, 1.4 times as fast as PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), in fp32 level with it. In 16
+    bits scores are rounded, where that operator keeps fp32: results are 2 times as far off at scores of standard deviation 1, 7 times at
+    9."""
     out = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1))
     kept = []
     for i, e in query_blocks(q, k):
-        n, P, drop = causal_weights(q, k, i, e, dropout, seed)
+        n, P, drop = causal_weights(q, k, i, e, dropout, seed)                           # P: (N, e - i, n)
         kept += [P] if keep else []
         P = P if drop is None else P.masked_fill(drop, 0)
         out[:, i:e] = torch.bmm(P, v[:, :n]) if q_r is None else torch.bmm(torch.bmm(q_r[:, i:e], v[:, :n].mT).mul_(P), k_r[:, :n])
@@ -185,17 +186,17 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
 def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor,
                                k_r: torch.Tensor | None, seed: torch.Tensor | None, dropout: float,
                                kept: list[torch.Tensor]) -> list[torch.Tensor]:
-    "-> gradients of q, k, v, and of q_r, k_r if there are"
-    new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # there 0 times NaN is NaN (pytorch/pytorch, issue 194442)
+    "g (N, T, width of out), out's gradient -> those of q, k, v, and of q_r, k_r if given"
+    new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # there beta=0 keeps NaN (pytorch/pytorch, issue 194442)
     dq, dk, dv = map(new, (q, k, v))
     if q_r is not None:
         dq_r, dk_r = new(q_r), new(k_r)
     g = g if dropout == 0.0 else g * (1 / (1 - dropout))
     blocks = query_blocks(q, k)
     for (i, e), P in reversed(list(zip(blocks, kept or [None] * len(blocks)))):
-        beta = int(e < q.size(1))  # the last rows, which see all keys, come first: nothing is there to add to
+        beta = int(e < q.size(1))  # 0: overwrite, 1: add. The last rows, which see all keys, come first and find nothing to add to
         n, P, drop = causal_weights(q, k, i, e, dropout, seed, P)
-        W = P if drop is None else P.masked_fill(drop, 0)
+        W = P if drop is None else P.masked_fill(drop, 0)                                # (N, e - i, n), as are G, dWG, dG, dP
         if q_r is None:
             dv[:, :n].baddbmm_(W.mT, g[:, i:e], beta=beta)
             dP = torch.bmm(g[:, i:e], v[:, :n].mT)
@@ -228,7 +229,7 @@ def _(g, q, k, q_r, v, k_r, seed, dropout, kept):
 
 def save_attention(ctx, inputs, output):
     *tensors, ctx.dropout, _ = inputs
-    ctx.set_materialize_grads(False)  # kept has none
+    ctx.set_materialize_grads(False)  # no zeros for kept, which nothing differentiates
     ctx.save_for_backward(*tensors, *output[1])
 
 
@@ -261,10 +262,11 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
     T, S = q.size(2), k.size(2)
     _check_meta("attention", *(t for t in (q, k, v, q_r, k_r) if t is not None))
     # One of three ways:
-    # 1. Blocks of query rows: on a CPU, over a memory, and where no flash kernel serves (heads above 256, the outer form) and q k^T is
-    #    larger than v. A kernel of our own, with sums 768 or 1,536 wide [2], would form q k^T anew for every few hundred columns that the
-    #    registers hold: 1.7 times the operations, where to write and read it takes a third of the products' time. Calculated for an H200,
-    #    not measured (bench.py kernels does); FlashAttention's author advises so (Dao-AILab/flash-attention, issues 801, 805).
+    # 1. Blocks of query rows: on a CPU, over a memory (T < S), and where no flash kernel serves (heads above 256, the outer form) and q k^T
+    #    is larger than v. There is no kernel of our own for those: its output rows, 768 or 1,536 wide [2], do not fit in registers, so it
+    #    would compute q k^T anew for every few hundred columns, 1.7 times the operations; to write and read q k^T takes a third of the
+    #    products' time. Calculated for an H200, not measured (bench.py kernels does); FlashAttention's author advises the same
+    #    (Dao-AILab/flash-attention, issues 801, 805).
     # 2. PyTorch's fused operator, for heads up to 256.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where a block takes 13 and 17.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
@@ -281,7 +283,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
         return blocked_attention(*flat, seed, dropout, keep)[0].unflatten(0, q.shape[:2])
     if flash:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # compiled, T > 1 is no bool
-    scores = q @ k.mT * q.size(-1) ** -0.5  # T = 1, too: of a fused kernel one multiprocessor alone would read all these wide k and v
+    scores = q @ k.mT * q.size(-1) ** -0.5  # (B, h, T, S). For T = 1, too: a fused kernel would have one multiprocessor read all of k and v
     if T > 1:
         scores = scores.masked_fill(q.new_ones(T, T, dtype=torch.bool).triu(1), -math.inf)
     P = F.dropout((scores if mask is None else scores + mask).softmax(-1, dtype=scores.dtype), dropout)
@@ -289,7 +291,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
 
 
 def up_to(pos, length, dtype):
-    "attention()'s mask (1, length) for a query at pos, an int64 tensor (1,): what is behind it does not count"
+    "attention()'s mask (1, length) for a query at pos, an int64 tensor (1,): later positions do not count"
     return torch.where(torch.arange(length, device=pos.device) <= pos, 0.0, -math.inf).to(dtype)[None]
 
 
@@ -334,7 +336,7 @@ class Attention(nn.Module):
         q, k = qk.transpose(1, 2).split(self.n_head, 1)                                  # (B, h, T, d_h) each
         rest = rest.unflatten(2, (-1, self.n_head)).permute(0, 3, 1, 2, 4)               # (B, h, T, 1 or 3, d_h)
         v, q_r = (rest, None) if self.attn == "mha" else rest.split((2, 1), 3)
-        v = v.flatten(3)                                                                 # V, or [V, K_R]: (B, h, T, d_h or 2 d_h)
+        v = v.flatten(3)                                                                 # V or [V, K_R], a view for one head
         if cache is not None:  # keys and values of all tokens so far
             for seen, new in zip(cache, (k, v)):
                 seen[:, :, at] = new.to(seen.dtype)
