@@ -551,10 +551,14 @@ class GPT(nn.Module):
         for name, known in CHOICES.items():
             if getattr(c, name) not in known:
                 raise ValueError(f"{name}={getattr(c, name)!r}: expected one of {', '.join(known)}")
-        if min(c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size) < 1 or not 0 <= c.dropout < 1:
-            raise ValueError("expected n_layer, n_head, n_embd, block_size and vocab_size of 1 or more, dropout from 0 to below 1")
-        if c.n_embd % c.n_head or (c.pos == "rope" and c.n_embd // c.n_head % 2):
-            raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}, by an even number where pos is rope")
+        if min(c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size) < 1:
+            raise ValueError("expected n_layer, n_head, n_embd, block_size and vocab_size of 1 or more")
+        if not 0 <= c.dropout < 1:
+            raise ValueError(f"dropout={c.dropout}: expected 0 to below 1")
+        step = c.n_head * (2 if c.pos == "rope" else 1)  # rope turns pairs of channels
+        if c.n_embd % step:
+            near = " or ".join(str(n) for n in (c.n_embd // step * step, c.n_embd // step * step + step) if n)
+            raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}, by an even number where pos is rope: take {near}")
         if c.attn_out == "head_hadamard":
             _check_order(c.n_head, "n_head")
         if c.attn != "mha" and c.attn_out != "dense":
@@ -608,7 +612,7 @@ class GPT(nn.Module):
         else:
             at = slice(pos, pos + T)
             if pos + T > self.config.block_size:
-                raise ValueError(f"{pos + T} tokens, but block_size is {self.config.block_size}")
+                raise ValueError(f"{pos + T} tokens, but block_size is {self.config.block_size}: crop idx, as generate() does")
         x = self.wte(idx)                                                                # (B, T, d)
         if self.wpe is not None:
             x = x + self.wpe.weight[at]
@@ -1433,7 +1437,8 @@ def load_checkpoint(path, kind=None):
             if z.testzip():
                 raise ValueError
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist: train a model first, or name its checkpoint") from None
+        raise ValueError(f"{path} does not exist: train a model first, or say where its checkpoint lies (--ckpt, --stage2, or "
+                         "for --resume --out_dir)") from None
     except Exception as e:  # a damaged file can raise anything
         if isinstance(e, MemoryError) or re.search("out of memory|can't allocate memory", str(e)):
             raise  # a good file, then
