@@ -9,8 +9,10 @@ To import it needs torch and kernels.py beside it, nothing else; to run it, prep
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "        samples from a trained model
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2 (and v1)
-[2] Wang, Transformer Reconstructed with Dynamic Value Attention; model sizes after Raschka's Build a Large Language Model (From Scratch)
-[3] Bharwani et al., SHAQ: Single Headed Attention with Quasi-Recurrence, and Merity's SHA-RNN, arXiv:1911.11423, that it takes apart
+[2] Wang, Transformer Reconstructed with Dynamic Value Attention, arXiv:2512.22212; model sizes after Raschka's Build a Large Language
+    Model (From Scratch)
+[3] Bharwani et al., SHAQ: Single Headed Attention with Quasi-Recurrence, arXiv:2108.08207, and Merity's SHA-RNN, arXiv:1911.11423, which
+    it takes apart
 """
 import contextlib
 import copy
@@ -317,7 +319,7 @@ class Attention(nn.Module):
         if self.attn_out == "dense":
             self.c_proj = nn.Linear(d, d, bias=config.bias)  # W_O
         elif self.attn_out != "none":
-            self.alpha = nn.Parameter(torch.empty(d))
+            self.alpha = nn.Parameter(torch.empty(d))        # both are set in GPT.init_weights
             self.beta = nn.Parameter(torch.empty(d))
         self.one_pass = False                                # whether a GPU adds the residual and takes the next norm in the same kernel
         if self.attn_out in ("hadamard", "head_hadamard"):
@@ -860,8 +862,12 @@ def tensors(state):
 
 
 class QRNN(nn.Module):
-    """Quasi-recurrent layer, eq. 5-9 (Bradbury et al., arXiv:1611.01576): causal convolution, then fo-pooling. The authors' pytorch-qrnn
-    has f and 1 - f, x_t and x_(t-1) the other way round: to load its weights negate W_f and b_f and swap the halves of the columns."""
+    """Quasi-recurrent layer, eq. 5-9 (Bradbury et al., arXiv:1611.01576): causal convolution, then fo-pooling,
+
+        Z = tanh(W_z * X)    F = sigmoid(W_f * X)    O = sigmoid(W_o * X)    c_t = f_t c_(t-1) + (1 - f_t) z_t    h_t = o_t c_t
+
+    The authors' pytorch-qrnn has f and 1 - f, x_t and x_(t-1) the other way round: to load its weights negate W_f and b_f and
+    swap the halves of the columns."""
 
     def __init__(self, config):
         super().__init__()
@@ -880,7 +886,7 @@ class QRNN(nn.Module):
         return h, (end, c)
 
 
-Ring = namedtuple("Ring", "rows n")  # what MemoryAttention.ring() makes of a memory
+Ring = namedtuple("Ring", "rows n")  # what MemoryAttention.ring() makes of a memory: (B, length, d), an int64 (1,)
 
 
 class MemoryAttention(nn.Module):
@@ -894,7 +900,7 @@ class MemoryAttention(nn.Module):
         self.W_q = nn.Linear(d, d)
         self.ln_q = nn.LayerNorm(d, eps=1e-12)
         if config.gates:
-            self.qs, self.ks, self.vs = (nn.Parameter(torch.empty(d)) for _ in range(3))
+            self.qs, self.ks, self.vs = (nn.Parameter(torch.empty(d)) for _ in range(3))   # set in SHAQ.init_weights
             self.overparam = nn.Linear(d, 2 * d)                        # 2,099,200 parameters that make one vector
         self.drop = nn.Dropout(config.dropout)
 
@@ -948,7 +954,8 @@ class MemoryAttention(nn.Module):
 
         The windows of eq. 1-3 lie on a fixed grid, every mean_window = p positions of the stream, and a call may hold a
         part of one or several: so the output does not depend on where the stream is cut. Calls of exactly p positions are
-        eq. 1-4 to the letter. The first window has nothing to average: its Z has no W.
+        eq. 1-4, their M', M'', .. being the windows before (the paper's indices move by one position each; the windows
+        of SHA-RNN's training do not overlap). The first window has nothing to average: its Z has no W.
 
         State: C, the rows of closed windows (B, <= mem_len - p, d); W, their mean (B, 0 or 1, d); H, the rows of the
         open window so far (B, < p, d): mem_len rows at most.
@@ -968,9 +975,9 @@ class MemoryAttention(nn.Module):
         return torch.cat(out, dim=1), (C, W, H)
 
     def ring(self, memory, new):
-        """What forward() takes for one position at a time, new of them: memory's rows in as many places as they will need, (B, length, d),
-        and how many positions there were, an int64 tensor (1,). Attention does not ask for the order of what it sees, so a new row takes
-        the place of the oldest, and no shape changes. For memory=mean: W, if there is one, and the open window, until that closes.
+        """memory as forward() takes it for the next `new` positions, one at a time: its rows, with places for as many more as the cap
+        allows, (B, length, d), and how many positions there were, an int64 tensor (1,). Attention ignores the order of its keys, so a
+        new row overwrites the oldest, and no shape changes. For memory=mean: W, if there is one, and the open window, until that closes.
         """
         most = self.mem_len
         if self.config.memory == "mean":
@@ -981,7 +988,7 @@ class MemoryAttention(nn.Module):
         return Ring(rows, torch.full((1,), n, device=rows.device))
 
     def unring(self, before, rows, n):
-        "What memory, before as ring() took it, has become"
+        "The memory that a ring of before has become"
         n, length = int(n), rows.size(1)
         rows = rows[:, :n] if n <= length else rows.roll(-(n % length), 1)                         # the oldest first
         if self.config.memory == "mean":
@@ -992,6 +999,7 @@ class MemoryAttention(nn.Module):
 
 class Boom(nn.Module):
     """GELU(W1 x + b), d -> 4d, whose 4 chunks are summed: a feed-forward layer without its second matrix (section 2.1).
+    There it is d -> 2d; only the published code's 4d gives the paper's 54M, and 37M without Boom.
 
     With ff=ffn the second matrix is there: the analogous fully connected layer of section 4.1.
     """
@@ -1109,7 +1117,7 @@ class SHAQ(nn.Module):
         h = self.drop(self.wte(idx))                                    # (B, T, d)
         new_state = []
         for block, s in zip(self.blocks, state):
-            h, s = (block if self.training else block._call_impl)(h, s)     # what compile() makes is for training
+            h, s = (block if self.training else block._call_impl)(h, s)     # _call_impl goes past compile()'s code, which is for training
             new_state.append(s)
         logits = F.linear(self.drop(h), self.wte.weight, self.decoder_bias)     # (B, T, V)
         if targets is None:
@@ -1139,7 +1147,7 @@ class SHAQ(nn.Module):
                 u.copy_(uniform[len(out) - 1])
                 new.copy_(sample(logits[:, -1], temperature, top_k, u))                 # (B, 1)
                 out.append(new.clone())
-                n = max_new_tokens + 1 - len(out)                       # so many one by one, the memories as rings
+                n = max_new_tokens + 1 - len(out)                       # this many one by one, with rings for memories
                 if self.config.memory == "mean":                        # the byte that closes a window is read as a prompt is
                     n = min([n] + [self.config.mean_window - 1 - m[2].size(1) for _, m in state if m is not None])
                 if n:
