@@ -46,7 +46,7 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    attn: str = "mha"             # mha | dva | dva_outer [2]; the two without output projection
+    attn: str = "mha"             # mha | dva | dva_outer [2]; these two have no output projection
     attn_out: str = "dense"       # dense | hadamard | head_hadamard | identity | none: what stands in W_O's place, for mha
     mlp: str = "swiglu"           # swiglu | gelu | none
     pos: str = "rope"             # rope | learned
@@ -494,8 +494,8 @@ def evaluating(model):
 
 
 def sample(logits, temperature, top_k, u):
-    """One token for each row of logits (B, V), by u (B, 1) in [0, 1): (B, 1). In fp64, so that the draw does not hang on the last bits of a
-    sum; on the CPU for Apple's GPUs, which have none."""
+    """One token for each row of logits (B, V), by u (B, 1) in [0, 1): (B, 1). In fp64, so that the draw does not depend on the last bits of
+    a sum; on the CPU for Apple's GPUs, which have no fp64."""
     if not temperature >= 0 or (top_k or 0) < 0:
         raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 0")
     if temperature == 0:
@@ -592,9 +592,9 @@ class GPT(nn.Module):
             elif name.endswith("c_proj.weight"):
                 p.normal_(0.0, 0.02 * branch)
             elif name.endswith("alpha"):
-                # The papers do not say. H keeps norms and c_proj's weights scale theirs by 0.02 sqrt(d) branch: so the residual stream
-                # starts as with the dense layer. Measured: 1.50 nats per byte so, 1.60 with alpha = branch (nano at lr 2e-3, 400 steps,
-                # same 3 seeds).
+                # The papers do not say. H keeps a vector's norm, c_proj scales it by 0.02 sqrt(d) branch: with this alpha the residual
+                # stream starts as with the dense layer. Measured: 1.50 nats per byte, against 1.60 with alpha = branch (nano at lr 2e-3,
+                # 400 steps, same 3 seeds).
                 p.fill_(0.02 * len(p) ** 0.5 * branch)
             elif name.startswith(("wte", "wpe", "lm_head")) or name.endswith(("c_attn.weight", "c_fc.weight")):
                 p.normal_(0.0, 0.02)
@@ -633,7 +633,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.lm_head(x)
         plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None  # else it was put there later
-        if not plain or product_dtype(x) == torch.float16:  # whose gradients want the loss's scale, which comes with backward
+        if not plain or product_dtype(x) == torch.float16:  # whose gradients need the loss scale, known only in backward
             return cross_entropy(self.lm_head(x), targets)
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
@@ -649,13 +649,13 @@ class GPT(nn.Module):
         The window: past block_size tokens it is cut to its last half and filled again, so that one pass over half a block serves half a
         block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly. On a GPU the
         model and the draw are one CUDA graph for each token. On a CPU it is faster under torch.inference_mode(), which is left to the
-        caller, as FSDP could not train a model after it, and wants register_fsdp_forward_method(model, "generate") before it."""
+        caller, as FSDP could not train a model after it. FSDP also wants register_fsdp_forward_method(model, "generate") first."""
         size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         uniform = draws(max_new_tokens, temperature, idx, generator)
         start = done = max(0, idx.size(1) - size)  # the window is idx[:, start:], and the cache holds it up to done
         cache = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None
-        # what a graph reads and writes stays where it is: the last token, which the next one takes the place of, where it stands, the draw
+        # a CUDA graph reads and writes fixed places: the last token, which the next one overwrites, its position, the draw
         new, at, u = idx[:, -1:].clone(), idx.new_empty(1), uniform.new_empty(len(idx), 1)
         stride = 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
 
@@ -698,18 +698,18 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T=None):
-        """Floating-point operations of forward and backward for one token: 6 for every weight of a matrix product (the head included, table
-        look-ups, vectors and the Hadamard transform's additions not), 6 T d for each T x T product of attention (two, dva has three, each
-        again for its gradients), unmasked as is customary."""
+        """Floating-point operations of forward and backward for one token: 6 for every weight of a matrix product (with the head; without
+        table look-ups, vectors and the Hadamard transform's additions), 6 T d for each of attention's T x T products (two, in dva three),
+        counted without the causal mask, as is customary."""
         c, T = self.config, T or self.config.block_size
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
         head = c.vocab_size * c.n_embd if c.tie_weights else 0
         return 6 * (weights + head) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
 
-    # What PyTorch would forget of a tied head and of the angles
+    # A tied head and rope's angles must outlast casts, to_empty() and load_state_dict(assign=True), which would undo them
 
     def tied(self):
-        "Whether the head is the token embedding. What was put in the place of either later may have no weight"
+        "Whether the head is the token embedding; a module that replaced either of them may have no weight"
         return getattr(self.lm_head, "weight", 0) is getattr(self.wte, "weight", None)
 
     def angles(self, device=None):
@@ -1274,7 +1274,7 @@ class LAMB(torch.optim.Optimizer):
 class Machine:
     device: torch.device
     dtype: torch.dtype   # of autocast; parameters are fp32
-    rank: int            # this process among the world of torchrun's
+    rank: int            # this process's number, of torchrun's world processes
     world: int
     note: str            # what was chosen and why
     net: object = None   # what parallel() made
@@ -1302,9 +1302,9 @@ class Machine:
             self.net.broadcast_buffers = False  # they are constants; the argument of this name is deprecated from torch 2.13 on
 
     def leave(self):
-        """End the process group, all processes together: one that goes while another still counts on it can abort that one. A barrier, as
-        it moves no tensor of Python's: gloo's thread may still hold one while Python ends, cannot give it back, and aborts."""
-        self.net = None  # it holds the group, which would end as Python does, under its lock, and wait for a thread that may wait for that
+        """End the process group, all processes together: one that leaves while another still needs it can abort that one. By a barrier,
+        which moves no tensor of Python's: gloo's thread may still hold one while Python shuts down, cannot release it then, and aborts."""
+        self.net = None  # DDP holds the group: destroyed at Python's exit, under the GIL, it would wait for a thread that may want the GIL
         if self.world > 1:
             torch.distributed.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
             torch.distributed.destroy_process_group()
@@ -1321,7 +1321,7 @@ def keep_freed_memory():
 
 
 def machine(device="auto", dtype="auto"):
-    "Choose device (auto | cpu | cuda | mps) and dtype (auto | float32 | bfloat16), join torchrun's processes. ValueError: not to be had."
+    "Choose device (auto | cpu | cuda | mps) and dtype (auto | float32 | bfloat16), join torchrun's processes. ValueError: no such device."
     rank, world, local = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     keep_freed_memory()
     there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
