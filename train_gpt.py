@@ -8,7 +8,7 @@ Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value 
 
 The batch is given in tokens; micro-batches, accumulation and processes divide it, and the loss curve is the same however they do (up to
 rounding, without dropout). Nothing random is kept from step to step: batches and dropout are functions of (seed, step), so a resumed run
-is the run itself. Ctrl-C or a signal saves first; torchrun kills what has not saved within 30 seconds, unless
+is the uninterrupted one. Ctrl-C or a signal saves first; torchrun kills what has not saved within 30 seconds, unless
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more (torch 2.12 on).
 """
 import argparse
@@ -28,7 +28,7 @@ from prepare_data import (Log, Parser, StopSignal, die, digest, diverged, durati
                           report, run, shorten, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
-# Settings. Defaults depend on the size; whatever is typed counts.
+# Settings. Defaults depend on the size; whatever is typed counts. [1] and [2] are the papers listed in model.py.
 
 RECIPES = {  # tokens a step and peak learning rate of [1, table 2]; v1 gives none for its larger sizes, which take large's
     "nano": dict(batch_tokens=2048, micro_batch=8, lr=1e-3, min_lr=5e-5, warmup_steps=50, max_steps=1000, max_minutes=3.0,
@@ -95,7 +95,7 @@ def settle(typed, stored, m):
     unchanged(typed, stored, FREE)
     size = (stored | typed).get("size", s["size"])
     s |= RECIPES.get(size, RECIPES["large"]) | stored | typed
-    s["paced"] |= stored.get("max_steps") not in (None, s.get("max_steps"))  # typed on --resume: max_minutes does not cut it
+    s["paced"] |= stored.get("max_steps") not in (None, s.get("max_steps"))  # a max_steps typed on --resume: not cut to max_minutes
     model = {f.name: s[f.name] for f in fields(GPTConfig) if f.name in s}
     return s, SIZES[s["size"]] | model
 
@@ -112,7 +112,7 @@ def build(s, c, data, m):
 
 
 # -----------------------------------------------------------------------------
-# Data: each epoch takes the windows of block_size tokens once, in an order drawn from (seed, epoch), but for what fills no last step
+# Data: an epoch takes every window of block_size tokens once, in an order drawn from (seed, epoch), but for an incomplete last batch
 
 
 class Windows:
@@ -120,7 +120,7 @@ class Windows:
 
     def __init__(self, tokens, block_size, batch, seed, device=torch.device("cpu")):
         self.tokens, self.block_size, self.batch, self.seed, self.device = tokens, block_size, batch, seed, device
-        self.count = (len(tokens) - 1) // block_size  # each also needs the token behind its last one
+        self.count = (len(tokens) - 1) // block_size  # each also needs the token after its last, as a target
         if self.count < batch:
             die(f"the training data has {len(tokens):,} tokens, a step takes {batch} windows of {block_size}: "
                 "lower --batch_tokens or --block_size")
@@ -140,8 +140,8 @@ def stack(tokens, windows, T, device):
 
 
 def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
-    """Mean loss in nats per token over eval_tokens of the split, in windows that which chooses: "spread" evenly, the "first", or drawn by a
-    generator of numpy's. All ranks share the work through the bare model"""
+    """Mean loss in nats per token over eval_tokens of the split. which windows: "spread" evenly, the "first", or drawn by a numpy
+    generator. All ranks share the work through the bare model"""
     T = model.config.block_size
     count = (len(tokens) - 1) // T
     n = min(count, max(1, eval_tokens // T))
@@ -198,7 +198,7 @@ def main():
     # the batch in tokens -> micro-batches
     B, extra = divmod(s["batch_tokens"], T)
     micro = min(s["micro_batch"], max(1, B // m.world))
-    if "micro_batch" not in typed and B % m.world == 0:
+    if "micro_batch" not in typed and B % m.world == 0:  # not asked for: the largest that divides
         micro = max(i for i in range(1, micro + 1) if B // m.world % i == 0)
     if extra or B % (micro * m.world):
         least = T * micro * m.world
@@ -213,7 +213,7 @@ def main():
     s.setdefault("warmup_steps", s["max_steps"] // 50)
     s.setdefault("eval_interval", max(1, s["max_steps"] // 20))
 
-    first, evaluated = 0, None
+    first, evaluated = 0, None  # the next step, the last one that was evaluated
     if ckpt:
         model.load_state_dict(ckpt.pop("model"))  # 12 bytes a parameter with the optimiser's, on every process
         optimizer.load_state_dict(ckpt.pop("optimizer"))

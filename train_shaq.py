@@ -10,7 +10,7 @@ Train SHA-RNN, any of its ablations, or SHAQ, on parallel streams of text read i
 The training split is cut into --batch streams of equal length, read side by side in windows of random length. Recurrent state and
 attention's memory carry over from window to window, cut from the graph, and are dropped at an epoch's start. Several processes share
 the streams. Windows and dropout are functions of (seed, step); state, memory and position are in the checkpoint: a resumed run is the
-run itself.
+uninterrupted one.
 """
 import argparse
 import math
@@ -89,7 +89,7 @@ def parse(argv=None, prog="train_shaq.py"):
     return vars(parser.parse_args(argv))
 
 
-# what may change on --resume
+# what may change on --resume; not eval_tokens, as best.pt is chosen by losses on one text
 FREE = {"data_dir", "out_dir", "eval_interval", "device", "dtype", "compile", "max_steps"}
 
 
@@ -100,7 +100,7 @@ def settle(typed, stored, m):
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
              compile=m.device.type == "cuda" and triton is not None) | (PAPER if m.device.type == "cuda" else LAPTOP)
     s |= SHAQ_PRESETS[(s | stored | typed)["preset"]] | stored | typed
-    s["paced"] |= stored.get("max_steps") not in (None, s.get("max_steps"))  # typed on --resume: max_minutes does not cut it
+    s["paced"] |= stored.get("max_steps") not in (None, s.get("max_steps"))  # a max_steps typed on --resume: not cut to max_minutes
     return s, {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s} | dict(mean_window=s["bptt"])
 
 
