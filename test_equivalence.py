@@ -536,17 +536,27 @@ def test_hadamard_triton_takes_what_it_can_hold():
 @pytest.mark.parametrize("part, use", [
     ("matrix", lambda mine, x: x @ mine.hadamard_matrix(96)), ("transform", lambda mine, x: mine.hadamard_affine(x, x[0], x[1]).mul(2)),
     ("pool", lambda mine, x: mine.qrnn_pool(x[None, :, :48])[0]),
-    ("attention", lambda mine, x: mine.attention(*[x.view(1, 2, 24, 8)] * 3) + mine.attention(*[x.view(1, 2, 24, 8)] * 5))])
+    ("attention", lambda mine, x: mine.attention(*[x.view(1, 2, 24, 8)] * 3) + mine.attention(*[x.view(1, 2, 24, 8)] * 5)),
+    ("QRNN", lambda mine, x: (torch.manual_seed(0), mine.QRNN(SimpleNamespace(n_embd=96, qrnn_window=2))(x[None])[0])[1]),
+    ("LAMB", lambda mine, x: (w := x.detach().clone(), setattr(w, "grad", w * w), mine.LAMB([w]).step(), x * w)[-1])])
 def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypatch):
     rule = "# " + "-" * 77 + "\n"
     text, model = ((HERE / name).read_text(encoding="utf-8") for name in ("kernels.py", "model.py"))
     top, bottom = text.split(rule + "# fo-pooling:")
-    head = "import math\nimport torch\nimport torch.nn.functional as F\n" + top[top.index("def _check_meta("):top.index("# ---")]
-    source = dict(matrix=top.split(rule + "# PyTorch path.")[0], transform=top, pool=top.split(rule)[0] + "#" + bottom,
-                  attention=head + model[model.index("def product_dtype("):model.index("def up_to(")])[part]
+    head, pool = "import math\nimport torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n", top.split(rule)[0] + "#" + bottom
+
+    def of_model(name):
+        start = model.index(f"\n{name}") + 1
+        return model[start:model.index("\n\n\n", start)] + "\n\n\n"
+
+    source = dict(matrix=top.split(rule + "# PyTorch path.")[0], transform=top, pool=pool,
+                  attention=head + top[top.index("def _check_meta("):top.index("# ---")]
+                  + model[model.index("def product_dtype("):model.index("def up_to(")],
+                  QRNN=pool + "from torch import nn\n" + "".join(map(of_model, ("def product_dtype", "def last(", "class QRNN"))),
+                  LAMB="import torch\n" + of_model("class LAMB"))[part]
     (tmp_path / f"{part}_alone.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    x, theirs = torch.randn(4, 96, requires_grad=True), model_py if part == "attention" else kernels
+    x, theirs = torch.randn(4, 96, requires_grad=True), model_py if part in ("attention", "QRNN", "LAMB") else kernels
     y, z = use(importlib.import_module(f"{part}_alone"), x), use(theirs, x)
     assert torch.equal(y, z) and torch.equal(*(torch.autograd.grad(t.sum(), x)[0] for t in (y, z)))
 
@@ -4805,7 +4815,8 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
         rows = bench_run(tmp_path, "scaling", "--sizes=1x8,nano", "--variants=identity,identity", "--tokens_per_param=10", *rates, small)
         assert sorted((r["size"], r["lr"]) for r in rows if "val_loss" in r) == sorted(tried)  # what is named twice runs once
     warm = []
-    monkeypatch.setattr(bench, "Trainer", type("Warm", (Run,), dict(run=lambda self, what: warm.append(self.warmup) or Run.run(self, what))))
+    warmed = dict(run=lambda self, what: warm.append(self.warmup) or Run.run(self, what))
+    monkeypatch.setattr(bench, "Trainer", type("Warmed", (Run,), warmed))
     bench_run(tmp_path, "scaling", "--sizes=1x8,1x16", "--variants=dense", "--lr=8e-3", "--tokens_per_param=10", small + ",warmup_steps=99")
     assert warm == [99, 99]  # what is typed counts, however short the run
 
