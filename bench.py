@@ -1150,14 +1150,16 @@ def bench_train(args):
     shaq = (common if alone else {}) | shaq
     if own := {"size", "attn", "attn_out"} & set(common) | {"preset"} & set(shaq):
         die(f"train chooses {', '.join(sorted(own))} itself: drop it from --set or --shaq_set, and name what to time in --sizes, --presets")
-    # a book's recipe names fp32; here it runs in the precision of the table. Four heads keep [2]'s head width when the model shrinks.
-    less = {} if args.gpu or args.set else dict(n_layer=4, n_embd=256)
-    groups = [("gpt", 256 if s == "nano" else 50257, {f"{s}, {o}": dict(size=s, attn_out=o) | common for o in OUTS})
-              for s in args.sizes if "gpt" in args.models]
+    groups = []  # (kind, vocabulary, {name: settings}); the first of a group is what the others are compared with
+    if "gpt" in args.models:
+        groups += [("gpt", 256 if s == "nano" else 50257, {f"{s}, {o}": dict(size=s, attn_out=o) | common for o in OUTS})
+                   for s in args.sizes]
     if "book" in args.models:
-        one_head = dict(size="dva_book") | less | {k: v for k, v in common.items() if k != "n_head"}
-        groups.append(("gpt", 50257, {"gpt2_book": dict(size="gpt2_book") | less | (dict(n_head=4) if less else {}) | common,
-                                      "dva_book": one_head, "dva_book, outer form": one_head | dict(attn="dva_outer")}))
+        # a book's recipe names fp32; here it runs in the precision of the table. Four heads keep [2]'s head width in the smaller model.
+        book = ({} if args.gpu or args.set else dict(n_layer=4, n_embd=256, n_head=4)) | common
+        one_head = dict(size="dva_book") | {k: v for k, v in book.items() if k != "n_head"}
+        groups.append(("gpt", 50257, {"gpt2_book": dict(size="gpt2_book") | book, "dva_book": one_head,
+                                      "dva_book, outer form": one_head | dict(attn="dva_outer")}))
     if "shaq" in args.models:
         groups.append(("shaq", 205, {p: dict(preset=p) | shaq for p in args.presets}))
     rows, ratios, profiles, began = [], [], {}, time.perf_counter()
