@@ -708,11 +708,12 @@ def write_meta(folder, **meta):
         report("note: one window of a CPU's default GPT takes 257 validation tokens; take more text, or train with a smaller --block_size")
 
 
-def prepare(folder, name, tokenizer, raw, source, sha256=None, percent=(90,), by_characters=False):
+def prepare(folder, name, tokenizer, raw, source, sha256=None, percent=(90,)):
     """Split the bytes raw at the given percentages, tokenise each split by itself, write the folder."""
     sha256 = sha256 or hashlib.sha256(raw).hexdigest()
     raw = raw.removeprefix(codecs.BOM_UTF8)
-    by_characters = by_characters or tokenizer == "gpt2"  # a cut inside a character would leave two broken halves
+    # a cut inside a character would leave two broken halves; War and Peace as bytes is split where its GPT-2 tokens are
+    by_characters = tokenizer == "gpt2" or name == "warandpeace"
     text = text_of(raw, source) if by_characters else raw
     cuts = [0, *(len(text) * p // 100 for p in percent), len(text)]
     parts = [text[a:b] for a, b in zip(cuts, cuts[1:])]
@@ -753,7 +754,7 @@ def prepare_fineweb(folder, name, url, shards):
             except SystemExit as e:
                 failed = e.code
             if failed:
-                del t  # Windows removes no file that is mapped, here or in a traceback's frames
+                del t  # Windows cannot remove a file that is mapped, be it here or in a traceback's frames: hence not in the except above
                 os.remove(used)
                 raise SystemExit(failed)
             tokens[split] += len(t)
@@ -818,7 +819,7 @@ def main(argv=None):
             raw, sha256 = fetch(dataset, folder, url)
             if dataset == "warandpeace":  # today's edition has DOS line ends, which open(...).read() would turn into \n
                 raw = raw.replace(b"\r\n", b"\n")
-            prepare(folder, name, tokenizer, raw, url, sha256, source.percent, by_characters=dataset == "warandpeace")
+            prepare(folder, name, tokenizer, raw, url, sha256, source.percent)
     place = "" if args.data_dir == "data" else f" --data_dir={quote(args.data_dir)}"
     report(f"next: python train_gpt.py --dataset={name}{place}")
 
