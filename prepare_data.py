@@ -51,20 +51,20 @@ import numpy as np
 
 def die(message, status=1):
     """Print one line on stderr and exit: for whatever a user can cause and can put right."""
-    # not behind a half-finished progress line
+    # a half-finished progress line is ended first
     warn("\n" * progress.open + f"error: {' '.join(str(message).split())}")
     raise SystemExit(status)
 
 
 def warn(text):
-    """print on stderr, if anybody still reads that: of `train_gpt.py 2>&1 | tee log` Ctrl-C also ends tee."""
+    """Print on stderr, unless nobody reads it any more: in `train_gpt.py 2>&1 | tee log`, Ctrl-C ends tee, too."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def one_line():
-    """A ValueError inside, which says in one line what does not fit, ends the program with that line."""
+    """If the code inside raises a ValueError, whose message is one line for the user, print that line and exit."""
     try:
         yield
     except ValueError as e:
@@ -102,7 +102,7 @@ def run(main, again=""):
 
 
 def report(text):
-    """print, but a full disk or a closed pipe behind stdout costs the lines, not the run."""
+    """Print on stdout; if that is a full disk or a closed pipe, the lines are lost, but the run goes on."""
     try:
         print(text, flush=True)
     except OSError as e:
@@ -181,7 +181,7 @@ def write_atomic(path, write):
 
 
 def write_or_warn(path, write):
-    """write_atomic, but a full disk costs the file, not the run -> whether it was written."""
+    """write_atomic, but if the disk is full, warn and go on -> whether the file was written."""
     try:
         write_atomic(path, write)
         return True
@@ -230,8 +230,8 @@ def claim(file):
 
 @contextlib.contextmanager
 def alone(folder):
-    """Inside, this process alone prepares folder, and another waits; what a killed one had begun is gone. After an error no empty
-    folder stays."""
+    """While inside, no other process prepares folder: it waits. Half-written files of a killed process are removed, and so is the folder
+    if an error leaves it empty."""
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
         left = []
@@ -242,7 +242,7 @@ def alone(folder):
                     os.makedirs(folder, exist_ok=True)
                     lock = os.open(folder, os.O_RDONLY)
                 except (FileExistsError, FileNotFoundError):
-                    continue  # another process failed, and took it away just now
+                    continue  # another process failed, and removed it just now
                 stack.callback(os.close, lock)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,7 +251,7 @@ def alone(folder):
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(lock), os.stat(folder)):
-                        break  # else the other one took the folder away: a lock on what is gone keeps nobody out
+                        break  # else the other one removed the folder: a lock on what is gone keeps nobody out
             left = [name for name in os.listdir(folder) if re.fullmatch(r".+\.(bin|json)\.\d+\.tmp", name)]
         for name in left:
             os.remove(os.path.join(folder, name))
@@ -264,17 +264,17 @@ def alone(folder):
 
 
 class Log:
-    """OUT/log.jsonl: one JSON object a line, the first says what ran. A full disk costs the record, not the run. A new run keeps the
-    checkpoints and the log of the run before it as *.old."""
+    """OUT/log.jsonl: one JSON object a line, the first says what ran. If the disk is full, records are lost, but the run goes on. A new run
+    keeps the checkpoints and the log of the run before it as *.old."""
 
     def __init__(self, path, first, resume_step=None, evaluated=True):
-        """resume_step: of this run's earlier log keep what the checkpoint of that step includes: all records of steps before it, and, if
-        evaluated, the evaluation at it (if not, the resumed run makes that)."""
+        """resume_step: the step of the checkpoint that the run resumes from. The earlier log is kept up to there: the records of all steps
+        before it and, if evaluated, the evaluation at that step (if not, the resumed run will make it)."""
         self.path, self.file = path, open(path, "a+b", buffering=0)
         claim(self.file)
         folder = os.path.dirname(path) or "."
         if resume_step is None and os.path.exists(os.path.join(folder, "ckpt.pt")):
-            self.file.seek(0)  # not moved, as it is locked; nor opened again: to close that would end the lock
+            self.file.seek(0)  # copied, not moved, as it is locked; and not opened again, as closing that would end the lock
             write_atomic(f"{path}.old", lambda f: shutil.copyfileobj(self.file, f))
             kept = ["log.jsonl.old"]
             for name in ("best.pt", "ckpt.pt"):  # ckpt.pt last: if this is killed on the way, the next run does it again
@@ -340,7 +340,7 @@ def duration(seconds):
 
 
 def unchanged(typed, stored, free):
-    """Dies if what was typed on --resume differs from what the checkpoint has stored, but for the flags that are free."""
+    """Die if a flag typed on --resume differs from the checkpoint's setting, unless it is one of those that are free to change."""
     for name, value in typed.items():
         if name in stored and name not in free and stored[name] != value:
             die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; "
@@ -348,9 +348,9 @@ def unchanged(typed, stored, free):
 
 
 def shorten(s, asked, step, pace, say):
-    """Every 25 steps, and before that once the time is up: a schedule that would take longer than max_minutes, at the run's pace so far in
-    seconds a step, is cut to the steps that they allow, up to the asked ones (None: it stays). pace is the mean over processes of all
-    steps but the first three and this one, 0 before it is known: all decide alike."""
+    """Cut the schedule to the steps that max_minutes allow at the run's pace so far, never to more than were asked for (None: leave it as
+    it is). Done every 25 steps, and before that once the time is up. pace: seconds a step, the mean over processes of all steps but the
+    first three and this one, so that all processes decide alike; 0 as long as it is not known."""
     up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
     if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return
@@ -365,7 +365,7 @@ def shorten(s, asked, step, pace, say):
 
 
 def diverged(m, path, what):
-    """End a run, on every rank, as all have the same figures."""
+    """End a run that diverged; called on every rank, as all have the same figures."""
     m.leave()
     kept = f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
     die(f"{what}. Lower --lr or raise --warmup_steps; {kept}")
@@ -510,7 +510,7 @@ class Dataset:
 
 
 def load_dataset(name, data_dir="data"):
-    """Open DATA_DIR/NAME -> Dataset; pysource is prepared first if need be, for others the command to type is said."""
+    """Open DATA_DIR/NAME -> Dataset. If it is not there, pysource is prepared; for any other, die with the command to type."""
     folder = os.path.join(data_dir, name)
     place = "" if data_dir == "data" else f" --data_dir={quote(data_dir)}"
     hint = f"python prepare_data.py {name if name in DATASETS else f'--input FILE... --name {quote(name)}'}{place}"
@@ -557,7 +557,7 @@ class Source:
     tokenizer: str = "byte"
     size: int = 0
     digest: tuple = ("sha256", "")  # leave it out of a new entry: the error then prints the digest to enter
-    revised: bytes = b""  # of a text without fixed size and digest: what it must hold, which half of it, or a web page, lacks
+    revised: bytes = b""  # of a text whose size and digest change: a pattern that whole copies hold, but no half of one and no web page
     percent: tuple = (90,)  # where train ends and val starts, where val ends and test starts
 
 
@@ -638,7 +638,7 @@ def download(url, part, resume=True):
                     return
                 problem = f"the transfer stopped at {have:,} of {total:,} bytes"
             except urllib.error.HTTPError as e:
-                if e.code == 416 and have:  # nothing behind the last byte: of unknown origin, so start afresh
+                if e.code == 416 and have:  # nothing beyond what we have, of unknown origin: start afresh
                     f.truncate(0)
                     continue
                 problem = f"{e.code} {e.reason}"
@@ -658,8 +658,8 @@ def download(url, part, resume=True):
 def fetch(name, folder, url):
     """-> (bytes, their SHA-256) of a data set that is one file, verified; an earlier download is used again."""
     source = DATASETS[name]
-    path = used = os.path.join(folder, os.path.basename(source.url))  # whatever a mirror or a copy calls it
-    before = ""  # where the file that lies there came from
+    path = used = os.path.join(folder, os.path.basename(source.url))  # the same name whatever a mirror or a copy calls it
+    before = ""  # where the file that is there came from
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         before = json.loads(pathlib.Path(folder, "meta.json").read_bytes())["source"]
     if url.startswith("file:") or source.revised and url != before or not os.path.exists(path):
@@ -699,7 +699,7 @@ def write_bin(path, tokens, vocab_size):
 
 
 def write_meta(folder, **meta):
-    """Write meta.json, last of all, and say what is there."""
+    """Write meta.json, the last file of a data set, and report what it describes."""
     write_atomic(os.path.join(folder, "meta.json"), lambda f: f.write(json.dumps(meta, indent=1).encode() + b"\n"))
     report(f"{folder}: {meta['source']}; {meta['tokenizer']} tokens; {meta['split']}")
     for split, count in meta["tokens"].items():
