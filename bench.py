@@ -92,7 +92,8 @@ COMMANDS = {}
 
 
 def command(flags=lambda gpu: ()):
-    "bench_NAME(args) below is the command NAME; flags(whether it will run on a GPU): its own, each (name, settings of add_argument)"
+    """Makes bench_NAME(args) the command NAME. flags(gpu) -> its own flags, each (name, arguments of add_argument); gpu: whether it will
+    run on one, which their defaults depend on"""
     def add(f):
         COMMANDS[f.__name__.removeprefix("bench_")] = f, flags
         return f
@@ -100,7 +101,7 @@ def command(flags=lambda gpu: ()):
 
 
 def parse(what, argv, gpu):
-    "-> arguments of the command what. All that measure have --out, --device and --dtype."
+    "Parse the flags of the command what. All commands but plot also take --out, --device and --dtype."
     f, flags = COMMANDS[what]
     parser = Parser(prog=f"bench.py {what}", description=inspect.getdoc(f))
     for name, kw in flags(gpu):
@@ -115,22 +116,22 @@ def parse(what, argv, gpu):
 
 
 def start(args):
-    "-> the machine that a command measures"
+    "Fill in what all tables and records say, check that the records can be written -> the machine to measure"
     with one_line():
         m = machine(args.device, args.dtype)
     if m.world > 1:
         die("bench.py measures one device: start it without torchrun")
-    torch.use_deterministic_algorithms(False)  # which compare, named before this command, may have left on
-    torch.backends.cuda.enable_cudnn_sdp(args.what not in ("decode", "eval"))  # at each new number of keys it plans for 0.1 s or more
+    torch.use_deterministic_algorithms(False)  # compare, named before this command, may have left it on
+    torch.backends.cuda.enable_cudnn_sdp(args.what not in ("decode", "eval"))  # it plans for 0.1 s or more at each new number of keys
     args.run, args.gpu = time.strftime(f"%Y-%m-%d %H:%M:%S, process {os.getpid()}"), m.device.type == "cuda"
     args.hardware, args.git = hardware(m), git_commit()
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    open(args.out, "ab").close()  # what cannot be written ends it here, not once the first run is over
+    open(args.out, "ab").close()  # if it cannot be written, fail now, not after the first run
     return m
 
 
 def on_gpu(argv):
-    "Whether commands will run on a GPU, for the defaults of their flags"
+    "Whether the commands will run on a GPU, which the defaults of their flags depend on"
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--device", nargs="?", default="auto")  # without a value: the command's own parser will say so
     return torch.cuda.is_available() and parser.parse_known_args(argv)[0].device in ("auto", "cuda")
@@ -179,11 +180,11 @@ class Joined(argparse.Action):
 
 @contextlib.contextmanager
 def fits(what):
-    "What does not fit in a GPU's memory costs its own rows, not the table, the rest and the commands after it"
+    "If the code inside runs out of a GPU's memory, its rows are left out of the table; all else, later commands too, goes on"
     try:
         yield
     except RuntimeError as e:
-        if isinstance(e.__context__, torch.OutOfMemoryError):  # while a CUDA graph was recorded, whose end then fails, too
+        if isinstance(e.__context__, torch.OutOfMemoryError):  # while a CUDA graph was recorded: then ending that fails, too
             e = e.__context__
         if not isinstance(e, torch.OutOfMemoryError):
             raise
@@ -191,8 +192,8 @@ def fits(what):
 
 
 def table(args, title, head, rows):
-    """Print a Markdown table: hardware and date are part of its caption. head: each column's name and, behind it in braces, the format of
-    its cells; None is printed as a dash, a column of nothing else not at all"""
+    """Print a Markdown table, with hardware and date in its caption. head: the name of each column, followed in braces by the format of its
+    cells. None is printed as a dash; a column of nothing else is left out"""
     columns = []
     for name, *cells in zip(head, *rows):
         name, _, form = name.partition(" {")
@@ -207,8 +208,8 @@ def table(args, title, head, rows):
 
 
 def record(args, **fields):
-    """Append one object to the records; run tells the records of one command from those of the next. What is no finite number, as the loss
-    of a run that diverged, becomes null: JSON has neither nan nor inf"""
+    """Append one object to the records; run tells the records of one command from those of the next. nan and inf, such as the loss of a run
+    that diverged, become null, as JSON has neither"""
     row = dict(what=args.what, run=args.run, hardware=args.hardware, git=args.git, **fields)
     row = json.loads(json.dumps(row), parse_constant=lambda text: None)
     try:
@@ -223,10 +224,10 @@ def record(args, **fields):
 
 
 def timed(work, m, rounds=7, least=0.02):
-    """Seconds a call: {name: f(i)} -> {name: (rounds,) array}. Rounds are interleaved, so that a machine that slows down slows all alike.
-    Two calls warm up (compilation), or a whole turn of a ring: on a CPU the first one pays for pages never touched before. A sample is as
-    many calls as last `least` seconds, between two synchronisations. i counts calls: with it f takes its inputs from a ring larger than
-    the cache."""
+    """Seconds a call: {name: f} -> {name: (rounds,) array}. Rounds are interleaved, so that a machine that slows down slows all alike. Two
+    calls warm up (compilation), or a whole turn of a ring: on a CPU the first turn pays for pages never touched before. A sample is as
+    many calls as take `least` seconds, between two synchronisations. Calls are f(0), f(1), ..: the number lets f take its inputs in turn
+    from a ring that is larger than the cache."""
     wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(m.device.type, lambda: None)
     count, calls, samples = dict.fromkeys(work, 0), {}, {name: [] for name in work}
 
@@ -246,7 +247,7 @@ def timed(work, m, rounds=7, least=0.02):
     for _ in range(rounds):
         for name in turn:
             samples[name].append(sample(name, calls[name]))
-        turn = turn[1:] + turn[:1]  # what ran before it favours none
+        turn = turn[1:] + turn[:1]  # so that none gains by its place in the round
     return {name: np.array(s) for name, s in samples.items()}
 
 
@@ -272,18 +273,19 @@ def with_error(value, error, form="+.4f"):
     return f"{value:{form}}" + ("" if error is None else f" ± {error:{form[1:]}}")
 
 
-CACHE = 2**27  # bytes that hardly a last-level cache of today holds, nor twice as many that of a GPU
+CACHE = 2**27  # bytes: more than nearly all of today's last-level caches hold; twice as many are more than a GPU's holds
 
 
 def ring(make):
-    "Equal tensors, random, together larger than the cache (at most 64 of them)"
+    "Random tensors of one shape, together larger than the cache (at most 64 of them)"
     first = make()
     return [first] + [make() for _ in range(min(63, CACHE * (2 if first.is_cuda else 1) // first.nbytes + 1))]
 
 
 def in_turn(f, *rings):
-    """i -> f(of the i-th of each ring). On a GPU results are kept for one turn, so that they rotate through memory too; on a CPU, where
-    memory never touched before costs more than most of what is measured, the next call gets theirs, as in training."""
+    """A function of i that calls f on the i-th tensor of each ring. On a GPU results are kept for one turn, so that they rotate through
+    memory too. On a CPU memory that was never touched before costs more than most of what is measured: there a result is freed, and the
+    next call gets its memory, as in training."""
     n, kept = len(rings[0]), {}
 
     def call(i):
@@ -304,7 +306,7 @@ def bandwidth(m):
 def replay(work, m):
     "work() as one CUDA graph, for timed()"
     graph = captured(work, m.device)
-    return lambda i, keep=work: graph()  # a graph knows addresses, and keeps no tensor alive
+    return lambda i, keep=work: graph()  # a graph knows only the addresses of its tensors: keep holds on to them
 
 
 def fresh_compiler():
@@ -315,14 +317,14 @@ def fresh_compiler():
 
 
 class Peak:
-    "Peak memory of a GPU since this was made, without what was there before; None elsewhere, where PyTorch does not count"
+    "Peak memory of a GPU since this was made, less what was in use then; None elsewhere, where PyTorch does not count it"
 
     def __init__(self, m):
         self.m = m
         if m.device.type == "cuda":
             gc.collect()  # a compiled model refers to itself
             w = torch.ones(256, 256, device=m.device, dtype=m.dtype, requires_grad=True)
-            with torch.enable_grad():  # cuBLAS's workspaces, tens of MiB for each thread, are not the first variant's
+            with torch.enable_grad():  # allocates cuBLAS's workspaces, tens of MiB a thread, which else the first variant would be charged
                 (F.linear(w, w, w[0]) @ w).sum().backward()
             del w
             self.before = torch.cuda.memory_allocated(m.device)
@@ -378,8 +380,8 @@ def bench_params(args):
 # Variants: "attn_out=hadamard,lr=1e-3" -> settings; one model with its optimiser, as the training scripts run it
 
 SCRIPT = dict(gpt=train_gpt, shaq=train_shaq)
-OURS = {"out_dir", "max_minutes", "eval_interval", "seed", "device", "dtype", "compile", "resume", "stage2"}  # what bench.py decides
-SAME = "dataset", "data_dir", "block_size", "batch_tokens", "batch", "bptt", "eval_tokens", "eval_windows"  # for all variants
+OURS = {"out_dir", "max_minutes", "eval_interval", "seed", "device", "dtype", "compile", "resume", "stage2"}  # bench.py decides these
+SAME = "dataset", "data_dir", "block_size", "batch_tokens", "batch", "bptt", "eval_tokens", "eval_windows"  # equal in all variants
 
 
 def settings(kind, text, what):
@@ -394,8 +396,8 @@ def settings(kind, text, what):
 
 
 class Trainer:
-    """One variant with one seed, a step at a time, by the same rules as train_gpt.py or train_shaq.py (recipe, data order, dropout),
-    without checkpoints. given: parameters of another model; those that both have start equal."""
+    """One variant with one seed, a step at a time, by the rules of train_gpt.py or train_shaq.py (recipe, data order, dropout), without
+    checkpoints. given: another model's parameters, from which this one's start where both have them."""
 
     def __init__(self, kind, typed, data, m, seed, given=None, compiled=False):
         self.kind, self.data, self.m, self.seed, self.tokens = kind, data, m, seed, []  # tokens: of each step that was taken
@@ -472,8 +474,8 @@ class Trainer:
         return train_shaq.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.T, self.m)
 
     def run(self, what, points=10):
-        """All steps -> (curve, tokens/s). The curve: [step, training loss since the last point, validation loss, FLOPs, seconds in steps];
-        a run that diverges ends, with a validation loss of inf. what names the run in its line of progress."""
+        """All steps -> (curve, tokens/s). The curve's points: [step, training loss since the last point, validation loss, FLOPs, seconds in
+        steps]. A run that diverges ends there, with a validation loss of inf. what: the run's name in its line of progress."""
         curve, losses, times, start = [[0, None, self.validate(), 0.0, 0.0]], [], [], time.perf_counter()
         marks = {round(self.steps * (k + 1) / points) for k in range(points)}
         for i in range(self.steps):
@@ -498,7 +500,7 @@ class Trainer:
 @torch.no_grad()
 def share(model, given):
     """Copy from given {name: tensor} each parameter of the same name and shape; of c_attn, where mha has W_Q W_K W_V and dva two more, the
-    rows both have. What a branch ends in starts by the number of layers: it is copied where both have as many."""
+    rows that both have. The last layer of a branch starts at a scale that depends on n_layer: it is copied only if both have as many."""
     own = dict(model.named_parameters())
     theirs, ours = ({n for n in names if n.startswith("h.") and n.endswith("ln_1.weight")} for names in (given, own))
     branch_ends = () if ours == theirs else ("c_proj.weight", "alpha")
@@ -510,7 +512,7 @@ def share(model, given):
 
 
 def reproducible(m):
-    "The same figures from the same seed on a GPU too, where some gradients are otherwise summed in any order"
+    "Make the same seed give the same figures on a GPU too, where some gradients are otherwise summed in any order"
     if m.device.type == "cuda":
         torch.use_deterministic_algorithms(True)  # not warn_only, which leaves the fused attentions as they are
         torch.utils.deterministic.fill_uninitialized_memory = False
@@ -527,7 +529,8 @@ def paired(a, b):
 
 
 def paper_quality(kind, t):
-    "What the papers print for this model, whatever their data: perplexity, or for SHAQ, of any width, bits per byte; None for other models"
+    """What the papers print for this model, on whatever data: perplexity, or, for SHAQ's presets at any width, bits per byte. None for a
+    model that is not theirs"""
     c = asdict(t.model.config)
     if kind == "shaq":
         figure = ABLATIONS[t.s["preset"]][2]
@@ -598,7 +601,7 @@ def bench_compare(args):
     runs = [[] for _ in variants]
     for seed in range(args.seed, args.seed + args.seeds):
         given = dict(make(variants[0], seed).model.named_parameters())
-        for i in [(seed + k) % len(variants) for k in range(len(variants))]:  # another first with each seed: warming up favours none
+        for i in [(seed + k) % len(variants) for k in range(len(variants))]:  # each seed begins with another, so warming up favours none
             t = make(variants[i], seed, given)
             t.set_steps(steps[i])
             curve, tokens_per_s = t.run(f"run {sum(map(len, runs)) + 1} of {len(variants) * args.seeds}", args.points)
@@ -656,7 +659,7 @@ def bench_kernels(args):
 
 
 def both(f, weights, n):
-    "n inputs, gradients of f's outputs -> gradients of inputs and weights, through a forward pass"
+    "A function of n inputs and the gradients of f's outputs that runs f and returns the gradients of inputs and weights"
     def call(*tensors):
         x = [t.detach().requires_grad_() for t in tensors[:n]]
         return torch.autograd.grad(f(*x), (*x, *weights), tensors[n:])
@@ -664,8 +667,9 @@ def both(f, weights, n):
 
 
 def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
-    """Time forward and forward + backward, print both. layers {name: (function, its weights, rings of its inputs, rings of the gradients of
-    its outputs, elements that must move (forward, both) or None)}, copy: rings to copy from and to, times {name: factor on its time}"""
+    """Time forward and forward + backward, print both. layers: {name: (function, its weights, rings of its inputs, rings of the gradients
+    of its outputs, elements that must move in (forward, both) or None)}; copy: rings to copy from and to; times: {name: what its time is
+    multiplied by}"""
     forward = {k: in_turn(torch.no_grad()(f), *x) for k, (f, _, x, _, _) in layers.items()}
     training = {k: in_turn(both(f, w, len(x)), *x, *dy) for k, (f, w, x, dy, _) in layers.items()}
     floors = {k: floor for k, (*_, floor) in layers.items() if floor}
@@ -751,7 +755,7 @@ def affine_rows(args, m, d):
 
 
 def pool_loop(gates):
-    "fo-pooling as plain autograd sees it, one node an operation and step"
+    "fo-pooling in plain PyTorch: autograd has a node for each operation of each step"
     z, f, o = gates.chunk(3, -1)
     z, f, o, c, h = z.tanh(), f.sigmoid(), o.sigmoid(), 0, []
     for t in range(gates.size(1)):
@@ -764,7 +768,7 @@ def pool_rows(args, m, B, T, H):
     short = min(T, 64)
     torch.manual_seed(0)
     qrnn = QRNN(SHAQConfig(n_embd=H)).to(m.device, m.dtype)
-    half = torch.float16 if args.gpu and m.dtype == torch.bfloat16 else m.dtype  # cuDNN's own 16 bits: of old versions it has no other
+    half = torch.float16 if args.gpu and m.dtype == torch.bfloat16 else m.dtype  # the only 16-bit type of old versions of cuDNN
     lstm = torch.nn.LSTM(H, H, batch_first=True).to(m.device, half)
     gates, x, dh = (ring(lambda n=n: torch.randn(B, T, n, device=m.device).to(m.dtype)) for n in (3 * H, H, H))
     first_gates, first_dh = ([t[:, :short].contiguous() for t in tensors] for tensors in (gates, dh))
@@ -789,7 +793,7 @@ def pool_rows(args, m, B, T, H):
 
 
 def attention_rows(args, m, B, T, d):
-    "The 12 heads of an ordinary layer; beside them dva, one head of d with values [V, K_R], the ways there are, and its outer form"
+    "12 heads, as in an ordinary layer, against dva (one head of width d, values [V, K_R]) in each way to compute it, and its outer form"
     past = torch.ones(T, T, dtype=torch.bool, device=m.device).tril()
 
     def split(f, h, *widths):
@@ -874,7 +878,7 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
 
 
 def follow_parent():
-    "Run first in each process of compilers(): it ignores Ctrl-C, which its parent, who gets it too, handles, and it ends when that ends"
+    "Run first in each process of compilers(): ignore Ctrl-C, which the parent gets too and handles, and end when the parent ends"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=lambda: os._exit(multiprocessing.parent_process().join() or 1), daemon=True).start()
 
@@ -990,7 +994,7 @@ def speed_flags(gpu, batch, T):
 
 
 def cases(args, m, measure):
-    """Rows of a table: those of measure(size, compiled, idx) for all that the flags name, idx (B, T) random tokens; what does not fit in a
+    """The rows of measure(size, compiled, idx) for every combination that the flags name; idx: (B, T) random tokens. What does not fit in a
     GPU's memory has none"""
     rows, todo, start = [], list(itertools.product(args.sizes, args.compile, args.batch, args.T)), time.perf_counter()
     for n, (size, compiled, B, T) in enumerate(todo, 1):
@@ -1005,8 +1009,8 @@ def cases(args, m, measure):
 @command(lambda gpu: speed_flags(gpu, "1024" if gpu else "8", "64" if gpu else "128"))
 @torch.no_grad()
 def bench_prefill(args):
-    """A prompt through the model, logits of every position out, as the memory of the paper's table 3 says that it did. Share of the gain:
-    of what identity, no mix at all, gains over dense, how much the variant does."""
+    """A prompt through the model, logits of every position out: by the memory in its table 3 so did the paper. Share of the gain: the time
+    that the variant saves, over the time that identity, no mix at all, saves."""
     m = start(args)
 
     def measure(size, compiled, idx):
@@ -1055,11 +1059,11 @@ def bench_decode(args):
         for out in OUTS:
             p = Peak(m)
             models[out] = model = inference_model(size, out, m, T + n, compiled)
-            if cache is None:  # of one shape for all variants: they share it, or four would not fit
+            if cache is None:  # all variants share it, as it has one shape, and four would not fit
                 cache = model.new_cache(B, T + n)
                 cached = sum(t.nbytes for layer in cache for t in layer)
 
-            @torch.inference_mode()  # as who only decodes would: eager, an operator written in Python then takes less time to reach
+            @torch.inference_mode()  # as anyone who only decodes would: in eager mode it makes operators written in Python faster to call
             def prompt(i=0, model=model, cache=cache):
                 return model.lm_head(model.hidden(idx, cache)[:, -1]).argmax(-1, keepdim=True)        # (B, 1)
 
@@ -1100,7 +1104,7 @@ def bench_decode(args):
 
 
 def generate_rows(args, m, copy):
-    "A byte of SHAQ's greedy generate(), behind a full memory; on a CPU 256 wide and behind 512 bytes"
+    "Time a byte of SHAQ's greedy generate() with a full memory, 5,000 bytes; on a CPU 256 wide, and after 512 bytes"
     n = 5000 if args.gpu else 512
     work, models = {}, {}
     for preset in args.presets:
@@ -1237,7 +1241,7 @@ def paper_points(out):
 
 
 def at_best_rate(runs):
-    "Records of one variant's runs -> {size: those at the learning rate whose mean loss is the lowest}"
+    "Records of one variant's runs -> {size: the records at the learning rate whose mean loss is the lowest}"
     sizes = {}
     for r in runs:
         sizes.setdefault(r["size"], {}).setdefault(r.get("lr"), []).append(r)
@@ -1245,7 +1249,7 @@ def at_best_rate(runs):
 
 
 def loss_against_compute(runs):
-    "Records of one variant's runs at one rate a size -> mean FLOPs and mean loss of each size"
+    "{size: records of one variant's runs at one rate} -> mean FLOPs, mean loss, each (sizes,)"
     return tuple(np.array([np.mean([r[key] for r in mine]) for mine in runs.values()]) for key in ("compute", "val_loss"))
 
 
@@ -1352,8 +1356,8 @@ def bench_scaling(args):
 
 
 class Scorer:
-    """What lm_eval.api.model.LM asks of a GPT for multiple choice; a request carries its strings in .args. prefix is the token before
-    everything where there is no context."""
+    """The part of lm_eval.api.model.LM that multiple choice needs; a request carries its strings in .args. Where there is no context, the
+    token prefix takes its place."""
 
     def __init__(self, model, tokenizer, m, batch=16):
         super().__init__()
@@ -1526,7 +1530,7 @@ def bench_plot(args):
 
 
 NO_OTHER_MODEL = {"out_dir", "data_dir", "seed", "device", "eval_interval", "eval_tokens", "micro_batch", "max_steps", "max_minutes",
-                  "paced", "min_lr", "warmup_steps", "mean_window"}  # settings that make none, or follow from others
+                  "paced", "min_lr", "warmup_steps", "mean_window"}  # settings that do not tell two models apart, or follow from others
 
 
 def read_logs(paths):
@@ -1545,7 +1549,7 @@ def read_logs(paths):
             rows.append(dict(name=name, made=made, hardware=hardware, run="", curve=curve))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py, or holds no evaluation yet")
-    for row in rows:  # what is made unlike another of its name says in what
+    for row in rows:  # runs of one name that were made differently say in what
         others = [other["made"] for other in rows if other["name"] == row["name"]]
         unlike = [f"{k}={v}" for k, v in row["made"].items() if any(o.get(k) != v for o in others)]
         row["title"] = ", ".join([row["name"]] + ([u for u in unlike if u.startswith("size=")] or unlike))
@@ -1555,7 +1559,7 @@ def read_logs(paths):
 def plot_logs(plt, rows):
     "Bits per byte of the validation split against the time spent in training steps; runs of one name in one colour"
     fig, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    rows = sorted(rows, key=lambda row: -row["curve"][-1][2])  # the legend stands as the curves end
+    rows = sorted(rows, key=lambda row: -row["curve"][-1][2])  # the legend's order is that of the curves' ends
     for i, name in enumerate(dict.fromkeys(row["title"] for row in rows)):
         for k, row in enumerate(row for row in rows if row["title"] == name):
             minutes, _, bits = zip(*[p for p in row["curve"] if p[1]] or row["curve"])  # no start: it would squeeze the rest
