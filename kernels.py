@@ -627,6 +627,8 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
         inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # numbers a thread: of a tile, of all tiles
+        if kind == "few" and M > 1 and d <= 2560:  # across warps each of M narrow tiles would take up to four barriers: 47 at d = 768
+            warps = 1
         if kind in ("grads", "backward"):  # three sets of them, or four; in 16 bits one or two warps a row up to d = 3072
             numbers = 32 if bits == 32 or d <= 1024 else 48
             if bits == 16:
