@@ -332,11 +332,13 @@ class Attention(nn.Module):
         """x (B, T, d) -> (B, T, d); with residual and norm: residual + that, and its norm, in one pass. table: rope's cos and sin. cache: k
         (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's places in it, a slice, or with mask (1, length) an int64 (1,)."""
         B, T, d = x.shape
-        qkv = self.c_attn(x).unflatten(-1, (-1, d // self.n_head))                       # (B, T, 3h or 5h, d_h)
-        qk, rest = qkv.split((2 * self.n_head, qkv.size(2) - 2 * self.n_head), 2)        # Q and K; V, or V, K_R and Q_R
+        qkv = self.c_attn(x)                                                             # (B, T, 3d or 5d)
+        # Split before there are heads: after, torch.compile (2.11 to 2.13) failed for a GPU, on the gradient of heads wider than 256
+        qk, rest = qkv.split((2 * d, qkv.size(2) - 2 * d), 2)                            # Q and K; V, or V, K_R and Q_R
+        qk = qk.unflatten(2, (2 * self.n_head, -1))                                      # (B, T, 2h, d_h)
         qk = qk if table is None else rope(qk, *table)
         q, k = qk.transpose(1, 2).split(self.n_head, 1)                                  # (B, h, T, d_h) each
-        rest = rest.unflatten(2, (-1, self.n_head)).permute(0, 3, 1, 2, 4)               # (B, h, T, 1 or 3, d_h)
+        rest = rest.unflatten(2, (-1, self.n_head, d // self.n_head)).permute(0, 3, 1, 2, 4)  # (B, h, T, 1 or 3, d_h)
         v, q_r = (rest, None) if self.attn == "mha" else rest.split((2, 1), 3)
         v = v.flatten(3)                                                                 # V or [V, K_R], a view for one head
         if cache is not None:  # keys and values of all tokens so far
@@ -680,14 +682,6 @@ class GPT(nn.Module):
                 done = idx.size(1) if use_cache else start
                 idx = torch.cat((idx, new), 1)
         return idx
-
-    def compile(self, **kw):
-        """As nn.Module's. For dva_outer one analysis of Inductor's is off from here on, in the whole process: on a GPU it ends in a
-        TypeError on the gradients of several heads, for which it takes a stride of -256 * Identity(0) (torch 2.11 to 2.13)."""
-        if self.config.attn == "dva_outer":
-            import torch._inductor.config
-            torch._inductor.config.triton.coalesce_tiling_analysis = False
-        super().compile(**kw)
 
     def param_breakdown(self):
         "{part: parameters}; the parts sum to the total, a tied head is the token embedding's"

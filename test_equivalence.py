@@ -3344,18 +3344,11 @@ def test_gpu_pool_is_a_cpus():
         assert all(error(a, b.double()) < 1e-5 for a, b in zip(*results))
 
 
-def test_gpt_compile_keeps_dva_outer_from_an_analysis_that_fails_on_a_gpu():
-    import torch._inductor.config as inductor
-    with inductor.patch({"triton.coalesce_tiling_analysis": True}):
-        for attn, analysed in (("dva", True), ("dva_outer", False)):
-            make(attn=attn).compile()
-            assert inductor.triton.coalesce_tiling_analysis == analysed
-
-
 @needs_gpu
 @needs_triton
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn_out="head_hadamard", norm="rmsnorm", pos="learned"),
-                                    dict(attn="dva", n_head=1, n_embd=320), dict(attn="dva_outer")])
+                                    dict(attn="dva", n_head=1, n_embd=320), dict(attn="dva_outer"), dict(n_head=2, n_embd=640),
+                                    dict(attn="dva", n_head=2, n_embd=640)])
 def test_gpu_gpt_is_a_cpus_eager_and_compiled_and_generates_the_same(config):
     torch._dynamo.reset()
     cpu, idx, results = make(scale=2.0, **config), torch.randint(0, 97, (2, 16)), []
