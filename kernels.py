@@ -7,9 +7,10 @@ Operators of the three papers, each with its derivative, each with a fast path f
     hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum, still in one pass
     fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [QRNN, eq. 4], on gates or on their logits
 
-To copy an operator into another repository take all above the comment "fo-pooling" (for the matrix alone: above "PyTorch path"), or the
-file's first lines, up to and including the function _reverse_mode_only, and all from that comment on: each part needs torch, uses Triton
-where that is installed, and nothing else.
+To copy an operator into another repository:
+    the Hadamard operators    everything above the comment "fo-pooling" (for the matrix alone, everything above "PyTorch path")
+    fo-pooling                the top of the file, to the end of the function _reverse_mode_only, and everything from that comment on
+Each part needs torch, uses Triton where that is installed, and nothing else.
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2
 [QRNN] Bradbury et al., Quasi-Recurrent Neural Networks, arXiv:1611.01576
@@ -26,25 +27,25 @@ try:
 except ImportError:  # Windows, macOS, CPU-only installs: every operator below still works, through PyTorch
     triton = None
 
-# under which the operators are registered; it has the module's name in it, as a copy of this file that registered the same names would
-# replace these
+# Namespace in which the operators are registered: the module's name, made an identifier. A copy of this file under another name so gets
+# its own; if it registered the same names, it would replace these operators.
 NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}" for c in __name__)
 
 
-def _check_meta(name, *tensors):  # PyTorch would run such a call for its shapes alone, and return memory that nothing has written
+def _check_meta(name, *tensors):  # given meta and real tensors, PyTorch would only work out shapes, and return memory nothing has written
     if len({t.is_meta for t in tensors}) == 2:
         raise ValueError(f"{name}: its tensors are on {', '.join(str(t.device) for t in tensors)}: those on meta hold no numbers yet")
 
 
 def _reverse_mode_only(name):
-    if torch.autograd.forward_ad._current_level >= 0:  # torch.library would answer with tangents of zero, and say nothing
+    if torch.autograd.forward_ad._current_level >= 0:  # torch.library would silently return zero tangents
         raise NotImplementedError(f"{name} has derivatives in reverse mode only: take torch.autograd.grad, not jvp or jacfwd")
 
 
 # -----------------------------------------------------------------------------
-# Hadamard matrices: H_n = H_m (x) H_(2^k), the first factor by Paley's two constructions, always symmetric.
-# Symmetric matters: H = H^T makes the backward pass the forward pass. (A widely used CUDA package takes that for granted with
-# matrices of order 20, 28 and 40 that are not symmetric; its gradients there are wrong.)
+# Hadamard matrices: H_n = H_m (x) H_(2^k), the first factor by one of Paley's two constructions, and always symmetric.
+# Symmetry matters: with H = H^T the backward pass is the forward pass. (A widely used CUDA package takes that for granted, but its
+# matrices of order 20, 28 and 40 are not symmetric, so its gradients there are wrong.)
 
 
 def _is_prime(q):
@@ -52,18 +53,18 @@ def _is_prime(q):
 
 
 def _paley_order(m):
-    "2 or 1 if Paley's second or first construction over a prime, or the second over GF(9), gives a Hadamard matrix of order m, else 0"
+    "2 if Paley's second construction, over a prime or GF(9), gives order m; 1 if only the first, over a prime, does; else 0"
     if m % 4:
         return 0
-    if (m // 2 - 1) % 4 == 1 and (_is_prime(m // 2 - 1) or m == 20):  # 20 is of the first too, at twice the additions
+    if (m // 2 - 1) % 4 == 1 and (_is_prime(m // 2 - 1) or m == 20):  # the first gives 20 too, at twice the additions
         return 2
     return int(_is_prime(m - 1))  # m % 4 == 0, so m - 1 = 3 mod 4 as the first construction wants
 
 
 @lru_cache(None)
 def _split_order(n):
-    "n -> (m, 2^k) with n = m * 2^k, m the smallest order of Paley's (or 1); None if there is no such m"
-    n = operator.index(n)  # numpy's integers, too; what is kept for later is Python's
+    "n -> (m, 2^k) with n = m * 2^k, where m is 1 or else the smallest order that Paley's constructions give; None if there is no such m"
+    n = operator.index(n)  # numpy's integers work, too, but Python's are cached
     c = n & -n  # the largest power of two in n
     while c and n != c and not _paley_order(n // c):
         c //= 2
@@ -106,8 +107,8 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
     """Symmetric Hadamard matrix of order n, (n, n), entries +1 and -1: H = H^T, H @ H = n * I.
 
     H_n = H_m (x) H_(2^k), H_m by Paley's first or second construction over a prime (H_20: over GF(9)), H_(2^k) Sylvester's in natural
-    order, so that H_n (x) H_p is again hadamard_matrix(n * p) when p is a power of two. ValueError for any other n, naming the nearest
-    orders that work, TypeError for what is no integer.
+    order, so that H_n (x) H_p is again hadamard_matrix(n * p) when p is a power of two. An n that is no such product raises ValueError,
+    which names the nearest orders that work; an n that is no integer raises TypeError.
     """
     n = operator.index(n)
     _check_order(n)
@@ -119,29 +120,29 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
 
 
 # -----------------------------------------------------------------------------
-# PyTorch path. H_d = A (x) B with A and B near sqrt(d): each row, seen as a matrix X of shape (a, b), becomes A X B, two small dense
-# products instead of log2(d) sweeps of slices. On two AVX-512 cores, 4096 rows of 1024 in fp32: 4.5 ms so, 20 ms by butterflies, 65 ms
-# dense. Rows go through in blocks (of 1 MB in fp32, of 1 MB a thread in 16 bits, where a call costs more beside its work), so that
-# everything between the first read and the last write stays in cache and no temporary of full size is ever paged in (a fresh 32 MiB
-# costs more than the whole transform).
+# PyTorch path. H_d = A (x) B, A (a, a) and B (b, b), with a and b near sqrt(d): each row, seen as a matrix X (a, b), becomes A X B, two
+# small dense products instead of log2(d) sweeps over slices. 4096 rows of 1024 in fp32 on two AVX-512 cores take 4.5 ms this way, 20 ms
+# by butterflies, 65 ms as one dense product. On a CPU rows go through in blocks (1 MB in fp32; in 16 bits, where the overhead of a call
+# weighs more, 1 MB a thread). So everything between the first read and the last write stays in cache, and no temporary of full size is
+# ever paged in (a fresh 32 MiB costs more than the whole transform).
 
 
 @lru_cache(64)
 def _factors(d, n_head, heads_only, dtype, device):
-    "The dense factors (A, B) of the layer's matrix. heads_only: H_h (x) I, B = None. Else H_h (x) H_(d/h), h = 1 being the plain H_d."
+    "The layer's matrix as dense factors A (a, a), B (b, b): H_h (x) H_(d/h), the plain H_d if h = 1; if heads_only H_h (x) I, B = None"
     if heads_only:
         return hadamard_matrix(n_head, dtype, device), None
     orders = []
     for n in (n_head, d // n_head):
         m, c = _split_order(n)
         orders += [m] + [2] * (c.bit_length() - 1)
-    cut = min(range(len(orders) + 1), key=lambda i: (max(math.prod(orders[:i]), math.prod(orders[i:])), i))  # the wider factor last
+    cut = min(range(len(orders) + 1), key=lambda i: (max(math.prod(orders[:i]), math.prod(orders[i:])), i))  # B the wider
     A, B = (reduce(torch.kron, [hadamard_matrix(n, torch.int8, "cpu") for n in (1, *part)]) for part in (orders[:cut], orders[cut:]))
     return A.to(device=device, dtype=dtype), B.to(device=device, dtype=dtype)
 
 
 def _blocks(x, n_head, heads_only):
-    "-> (rows a block, function block (r, d) -> its unnormalised transform (r, d), in buffers that the next call overwrites)"
+    "-> (r, the rows of a block; a function that transforms a block (r, d), unnormalised, into a buffer (r, d) its next call overwrites)"
     N, d = x.shape
     A, B = _factors(d, n_head, heads_only, x.dtype, x.device)
     a = len(A)
@@ -150,9 +151,9 @@ def _blocks(x, n_head, heads_only):
     if x.device.type == "cpu":  # elsewhere a launch costs more than a cache miss
         most = max(128, 2 ** 18 // d) if x.element_size() > 2 else max(256, 2 ** 19 * torch.get_num_threads() // d)
         blocks = -(-r // min(most, 2048))
-        r = -(-r // blocks)  # all of one size, or the last could be a few rows
+        r = -(-r // blocks)  # about equal blocks: with full ones the last could be a few rows
     t, u, A = x.new_empty(r, a, b), x.new_empty(r, a, b), A.expand(r, a, a)
-    if x.device.type == "cpu" and x.element_size() == 2:  # a 16-bit product would copy what is expanded, block by block
+    if x.device.type == "cpu" and x.element_size() == 2:  # a 16-bit product would copy an expanded A again for every block
         A = A.contiguous()
 
     def transform(block, out=None):
@@ -167,13 +168,13 @@ def _blocks(x, n_head, heads_only):
 
 
 def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
-    "_transform_torch in as few calls as can be, in fp32: for generation's few rows a call costs more than its work, most of all in 16 bits"
+    "_transform_torch in as few calls as possible, in fp32: for a few rows (generation) calls cost more than the work, in 16 bits above all"
     dtype = torch.promote_types(x.dtype, torch.float32)
     N, d = x.shape
     A, B = _factors(d, n_head, heads_only, dtype, x.device)
     a, b, y = len(A), d // len(A), x.to(dtype)
     if B is not None:
-        y = torch.mm(y.view(N * a, b), B, out=y.new_empty(N * a, b))  # out: or autocast would round it to 16 bits
+        y = torch.mm(y.view(N * a, b), B, out=y.new_empty(N * a, b))  # without out= autocast would round it to 16 bits
     y = torch.bmm(A.expand(N, a, a), y.view(N, a, b), out=y.new_empty(N, a, b))
     return torch.addcmul(beta, y.view(N, d), alpha, value=scale).to(x.dtype)
 
@@ -187,46 +188,46 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
     "alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; kept (N, d), if given, is filled with x @ H"
     if x.numel() <= 2 ** 15 and beta is not None and pre is None and kept is None:
         return _few_rows_torch(x, alpha, beta, scale, n_head, heads_only)
-    if x.dtype == torch.float16:  # x H can be above its 65504 where the result is not; on a CPU fp32 products are faster, too
+    if x.dtype == torch.float16:  # x H can exceed 65504, fp16's largest, where the result does not; on a CPU fp32 products are faster, too
         assert kept is None, "x H may not fit fp16"
         out, r = x.new_empty(x.shape), _fp32_rows(x)
         for X, o in zip(x.split(r), out.split(r)):
             o.copy_(_transform_torch(X.float(), alpha, beta, pre, scale, n_head, heads_only))
         return out
     r, transform = _blocks(x, n_head, heads_only)
-    out = x.new_empty(x.shape)  # not empty_like, whose strides, of a transposed row, no view below need have
+    out = x.new_empty(x.shape)  # not empty_like, which keeps a transposed row's strides (d = 1): views below may not take them
 
     def widen(v):
-        if v is None or v.dtype == x.dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5:  # times a power of two bf16 stays exact
+        if v is None or v.dtype == x.dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5:  # bf16 times a power of two is exact
             return v
         return v.to(reduce(torch.promote_types, (v.dtype, x.dtype, torch.float32)))
 
     alpha, beta, pre = map(widen, (alpha, beta, pre))
     dtype = reduce(torch.promote_types, [v.dtype for v in (x, alpha, beta, pre) if v is not None])
-    wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # 16-bit rows, fp32 vectors: rounded once, on the way out
-    scaled = None if pre is None else x.new_empty(r, x.shape[1])
+    wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # 16-bit rows, fp32 vectors: rounded once, at the end
+    scaled = None if pre is None else x.new_empty(r, x.shape[1])  # (r, d), for pre * x
     if alpha is not None:
         alpha = alpha * scale
-    elif pre is not None:  # a pass less
+    elif pre is not None:  # saves a pass
         pre, scale = pre * scale, 1.0
-    for X, o, u in zip(x.split(r), out.split(r), (out if kept is None else kept).split(r)):  # (r, d) each, the last may be shorter
+    for X, o, u in zip(x.split(r), out.split(r), (out if kept is None else kept).split(r)):  # (r, d) each, the last may be smaller
         w = o if wide is None else wide[:len(o)]
         if pre is not None:
             s = scaled[:len(o)]
             X = torch.mul(X, pre, out=s) if wide is None else s.copy_(w.copy_(X).mul_(pre))
-        transform(X, u)                                                                   # u = X H, in o where it is not kept
+        transform(X, u)                                                                   # u = X H; u is o if not kept
         if alpha is not None:
-            v = u if wide is None else w.copy_(u)  # here and above: given two dtypes, an operator would copy too, to new memory each time
-            torch.mul(v, alpha, out=w) if beta is None else torch.addcmul(beta, v, alpha, out=w)  # one pass where mul, add took two
-            o.copy_(w)  # nothing where w is o
+            v = u if wide is None else w.copy_(u)  # as above: given two dtypes, mul would make this copy itself, in new memory each time
+            torch.mul(v, alpha, out=w) if beta is None else torch.addcmul(beta, v, alpha, out=w)  # one pass, not two
+            o.copy_(w)  # does nothing where w is o
         elif scale != 1.0:
             o.mul_(scale)
     return out
 
 
 def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
-    "-> (dalpha, dbeta); given alpha, dx as well, and then x is what the forward pass kept, x @ H: one walk reads and widens dy once"
-    if x.dtype == torch.float16:  # as above
+    "-> (dalpha, dbeta), or, given alpha, (dx, dalpha, dbeta), where x is the x @ H that forward kept: dy is then read and widened once"
+    if x.dtype == torch.float16:  # as in _transform_torch
         assert alpha is None, "x H may not fit fp16"
         r = _fp32_rows(x)
         parts = [_grads_torch(X.float(), g.float(), scale, n_head, heads_only) for X, g in zip(x.split(r), dy.split(r))]
@@ -236,14 +237,14 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     dalpha, dbeta = (x.new_zeros(1, x.shape[1], dtype=dtype) for _ in range(2))
     ones, w, part = x.new_ones(1, r, dtype=dtype), x.new_empty(r, x.shape[1], dtype=dtype), torch.empty_like(dbeta)
     wide, narrow = (None, None) if dtype == x.dtype else (torch.empty_like(w), x.new_empty(r, x.shape[1]))  # for g; for alpha * g
-    dx = x if alpha is None else torch.empty_like(x)  # written to with alpha alone
+    dx = x if alpha is None else torch.empty_like(x)  # x only stands in: without alpha nothing is written
     if alpha is not None:
         alpha = alpha.to(dtype) * scale
     for X, g, o in reversed(list(zip(x.split(r), dy.split(r), dx.split(r)))):  # what was written last may still be in cache
         n = len(g)
         g = g.to(dtype) if wide is None else wide[:n].copy_(g)  # a residual's gradient may be of any dtype
-        # on one thread up to 2.5 times faster than sum(0); with out= autocast leaves it in fp32. Each block's sum by itself: addmm_ would
-        # go on from the last one row by row, and 65,536 equal gradients came out 6e-4 off
+        # ones @ g is g.sum(0), up to 2.5 times faster on one thread; out= keeps it in fp32 under autocast. Each block is summed by itself:
+        # addmm_ would add row after row to the running total, and with it the sum of 65,536 equal gradients was 6e-4 off
         dbeta.add_(torch.mm(ones[:, :n], g, out=part))
         if alpha is not None:
             v = torch.mul(g, alpha, out=w[:n])
