@@ -256,27 +256,33 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 
 
 # -----------------------------------------------------------------------------
-# Triton path. A row of d numbers is cut into NT = M * P tiles of W, P a power of two; a program holds R rows of all tiles in registers.
-#     inside a tile    H_W. INNER = 2: by one tensor-core product with a matrix of +-1 made in registers (16-bit input, more than _FEW rows,
-#                      d <= 1024, a multiple of 64 but for m). INNER = 1: by butterflies (the rest, the norm, all gradients). INNER = 0: not
-#                      at all. 16-bit times +-1 is exact and sums are fp32, so nothing is rounded to 16 bits before the very end, as it
-#                      would be for a second product.
+# Triton path. A row of d numbers is cut into NT = M * P tiles of W. A program holds R rows, all their tiles, in registers. H is applied:
+#     inside a tile    H_W. INNER = 2: as one tensor-core product with a matrix of +-1 made in registers (16-bit input without pre, more
+#                      than _FEW rows, d <= 1024, d / m a multiple of 64). INNER = 1: by butterflies (all others, the norm, all gradients).
+#                      INNER = 0: not at all (a mix over heads). 16-bit times +-1 is exact and sums are fp32, so nothing is rounded to 16
+#                      bits before the very end; a second product would need that.
 #     across tiles     H_M (x) H_P, plain additions of whole tiles in fp32: no shuffles, no shared memory, no padding for orders like 12.
-# Tile n holds the elements (a, n, c), all a and c, of a row seen as (A, NT, C), so A > 1 puts the factor across tiles in the middle:
-# H_A (x) H_NT (x) H_C. That is the layer's H for 16 heads of 96 = 12 * 8. A mix over heads alone is NT = h, INNER = 0. There a program
-# takes CW of a head's C channels, or C = 96 stand in tiles of CW = 128; elsewhere CW is C. V: how many neighbours of a row a thread holds.
-# Floor in 16 bits: 4 bytes an element. Instructions an element on sm_90 (27 keep up with nine tenths of an H200's memory), from
-# ahead-of-time compilation: 12.6 for d = 1024, 16.2 for 768, by butterflies 20 to 25; in fp32 the budget is twice that. Of these 4 are
-# shuffles where 16 threads share a row (d = 1536, 2048), 5 where 32 do (2560, 3072); 6.9 would keep up (of 32 lanes a clock, by CUDA's
-# guide). With reshape, permute, split and join at every level, which Triton turns into changes of layout, the same butterflies took 24 to
-# 31, mostly through shared memory, with a barrier for nearly each.
+# The kernels' constexprs, chosen by _plan:
+#     D        d, the elements from one row to the next
+#     M, P     NT = M * P tiles a row: M is m (1, 12, 20 or 28), P a power of two. A mix over heads has a tile for each: NT = h
+#     C, CW    a row is seen as (A, NT, C), and tile n holds its elements (a, n, c) for all a and c. CW is the C channels as a tile stores
+#              them: C itself, except in a mix over heads, where a program takes CW of every head's C channels, or, in the norm, pads C
+#              to a power of two (96 to CW = 128)
+#     W, R     a tile is (R, W), W = A * CW. H_W is H_A (x) H_C, so the factor across tiles stands in the middle of H_A (x) H_NT (x) H_C,
+#              which with A > 1 is the layer's H for, say, 16 heads of 96 = 12 * 8
+#     V        how many neighbours in a row a thread holds
+# The floor in 16 bits is 4 bytes an element. Instructions an element on sm_90, counted in code compiled ahead of time: 12.6 for d = 1024,
+# 16.2 for 768, 20 to 25 by butterflies. 27 keep up with nine tenths of an H200's memory, in fp32 twice as many. By butterflies 4 of them
+# are shuffles where 16 threads share a row (d = 1536, 2048), 5 where 32 do (2560, 3072); 6.9 would keep up (at 32 lanes a clock, by
+# CUDA's guide). Written with reshape, permute, split and join at every level, which Triton turns into changes of layout, butterflies took
+# 24 to 31 instructions, mostly through shared memory, with a barrier for nearly each of these changes.
 
 if triton is not None:
 
     @triton.jit
     def _butterfly(x, R: tl.constexpr, W: tl.constexpr, V: tl.constexpr):
-        """x @ H_W, (R, W) -> (R, W), fp32, where a thread holds V neighbours of a row. Their levels are plain additions; those across the
-        L <= 32 threads that follow are shuffles, with no shared memory and no barrier; only a row of K > 1 warps goes through that."""
+        """x @ H_W, (R, W) -> (R, W), fp32. A thread holds V neighbours of a row, L <= 32 threads of a warp share it. Levels within a thread
+        are plain additions, those within a warp shuffles: only a row spread over K > 1 warps needs shared memory and barriers."""
         K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
         L: tl.constexpr = W // (K * V)
         x = tl.reshape(x, (R * K, L * V))
@@ -309,9 +315,9 @@ if triton is not None:
 
     @triton.jit
     def _grid(t, P: tl.constexpr):
-        """The second half of _across for H_20, C and the diagonal, in 6 additions instead of 10: GF(9) is a 3 x 3 grid in which chi(x - y)
-        is 1 along the row and the column of y and -1 elsewhere, so (C x)_y = x_0 - sum + 2 (row + column) - 3 x_y, sums over the grid
-        without x_0, and (C x)_0 = sum. Tiles stand in ten groups of 2 P: x_0, then the grid row by row."""
+        """C u + v and C v - u in _across for H_20, which so takes 6 additions an element, its butterfly included, instead of 10. GF(9) is a
+        3 x 3 grid in which chi(x - y) is 1 along the row and the column of y and -1 elsewhere, so (C x)_y = x_0 - sum + 2 (row + column)
+        - 3 x_y and (C x)_0 = sum; all sums are over the grid, without x_0. The tiles are ten groups of 2 P: x_0, then the grid by rows."""
         Q: tl.constexpr = 2 * P
         lines = ()  # sums of 3 rows, then of 3 columns, each for Q tiles
         for row in tl.static_range(3):
@@ -330,8 +336,8 @@ if triton is not None:
 
     @triton.jit
     def _across(t, M: tl.constexpr, P: tl.constexpr):
-        """H_M (x) H_P over the tuple of M * P tiles. M is 1, 12, 20 or 28; the last three are of Paley's second construction: with one more
-        butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), at half of the additions."""
+        """H_M (x) H_P over the tuple of M * P tiles, M = 1, 12, 20 or 28. The last three come from Paley's second construction: after one
+        more butterfly, u = x_0 + x_1 and v = x_0 - x_1 for each pair, H_M x is (C u + v, C v - u), at half of the additions."""
         for s in tl.static_range(16):
             if 1 << s < P * (1 + (M > 1)):
                 n = ()
@@ -358,7 +364,7 @@ if triton is not None:
 
     @triton.jit
     def _load_tiles(at, ok, NT: tl.constexpr, C: tl.constexpr):
-        "Tuple of NT tiles, each C numbers behind the last. All loads stand before their first use: they are then in flight together."
+        "Tuple of NT tiles (R, W), each C numbers after the one before. All loads come before the first use, so all are in flight at once."
         t = ()
         for i in tl.static_range(NT):
             t = t + (tl.load(at + i * C, mask=ok, other=0.0),)
@@ -366,8 +372,8 @@ if triton is not None:
 
     @triton.jit
     def _load_vector(at, live, R: tl.constexpr, W: tl.constexpr):
-        """W numbers of a vector in fp32, 0 where not live, once for each of R rows, (R, W): the loads of a single row Triton would share
-        out among all threads, and then pass the numbers round through shared memory."""
+        """W numbers of a vector, repeated for each of R rows: (R, W), fp32, 0 where not live. If they were loaded as a single row, Triton
+        would spread the loads over all threads and then pass the numbers round through shared memory."""
         at = tl.broadcast_to(at[None, :], (R, W))
         if live is None:
             v = tl.load(at)
@@ -378,12 +384,12 @@ if triton is not None:
     @triton.jit
     def _load_transform(x, pre, base, col, ok, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
                         INNER: tl.constexpr, V: tl.constexpr):
-        "R rows of x (times pre), transformed, unnormalised: a tuple of M * P tiles (R, W), fp32"
+        "R rows of x (times pre), transformed, unnormalised: a tuple of M * P tiles (R, W), fp32. base is (R, W), col (W,), ok (R, 1 or W)"
         loaded = _load_tiles(x + base, ok, M * P, C)
         t = ()
         if INNER == 2:
             j = tl.arange(0, W)
-            k = j[:, None] & j[None, :]  # H_W[i, j] = (-1)^popcount(i & j)
+            k = j[:, None] & j[None, :]  # (W, W); H_W[i, j] = (-1)^popcount(i & j)
             k = k ^ (k >> 4)
             k = k ^ (k >> 2)
             k = k ^ (k >> 1)
@@ -424,8 +430,8 @@ if triton is not None:
                               P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
                               V: tl.constexpr, RMS: tl.constexpr):
         """out = residual + alpha * scale * (x @ H) + beta and normed = LayerNorm(out), or RMSNorm; stats (2, N): each row's mean and
-        1 / deviation. A program holds whole rows, so both norms' sums cost no memory: two reads and two writes, where the transform and
-        an addition fused with the norm make three of each. Heads of 96 stand in tiles of 128: CW > C, and the lanes beyond C idle."""
+        1 / deviation. A program holds whole rows, so the norm's sums cost no memory traffic: two reads and two writes, where the transform,
+        then an addition fused with the norm, take three of each. Heads of 96 stand in tiles of 128: CW > C, and lanes beyond C idle."""
         row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW
@@ -435,10 +441,10 @@ if triton is not None:
         if CW > C:
             live = j < C
             ok = ok & live[None, :]
-        ahead = _load_tiles(residual + base, ok, M * P, C)  # before any store: one to the same address would be waited for
+        ahead = _load_tiles(residual + base, ok, M * P, C)  # before any store: after one it would wait, as the addresses might be equal
         t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER, V)
         y = ()
-        total = tl.zeros((R, W), tl.float32)  # over tiles first, across threads once
+        total = tl.zeros((R, W), tl.float32)  # summed over tiles first, then across threads, once
         for i in tl.static_range(M * P):
             v = t[i] * scale * _load_vector(alpha + col + i * C, live, R, W) + _load_vector(beta + col + i * C, live, R, W)
             v = (v + ahead[i].to(tl.float32)).to(out.dtype.element_ty)
@@ -468,11 +474,11 @@ if triton is not None:
     def _hadamard_norm_backward_kernel(x, out, stats, dout, dnormed, dresidual, dx, dalpha, dbeta, dweight, dshift, alpha, weight, N,
                                        scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr,
                                        W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, RMS: tl.constexpr):
-        """All gradients of the kernel above: dresidual = dout + (that of the norm), dx = scale * ((alpha * dresidual) H), and this
-        program's partial sums of those for alpha (of dresidual * scale * (x H)), beta, weight and shift: row program_id(0) of four (G, D).
-        18 bytes an element in bf16 beside an fp32 residual, where two kernels, one for alpha and beta, take 22, and what torch.compile made
-        of the formula (_norm_backward_torch) and two transforms some 34. By compiled code 34 to 90 instructions an element, 123 keep up
-        with the memory (all in bf16: 12 bytes, 82)."""
+        """All gradients of the kernel above: dresidual = dout + the norm's gradient, dx = scale * ((alpha * dresidual) @ H), and partial
+        sums over this program's rows of the gradients of alpha (dresidual * scale * (x @ H)), beta, weight and shift, each in row
+        program_id(0) of a (G, D). In bf16 with an fp32 residual it moves 18 bytes an element; with a second kernel for alpha and beta it
+        was 22, and torch.compile's version of the formula (_norm_backward_torch) and two transforms some 34. The compiled code has 34 to
+        90 instructions an element, and 123 keep up with the memory (all in bf16: 12 bytes, 82)."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW
         live = None
@@ -512,7 +518,7 @@ if triton is not None:
             a = tl.sum(a, 1)[:, None] / D
             b = tl.sum(b, 1)[:, None] / D
             if RMS:
-                a = a * 0.0  # the mean's part
+                a = a * 0.0  # the mean's part, which RMSNorm lacks
             u = ()
             for i in tl.static_range(M * P):
                 v = xs[i].to(tl.float32)
@@ -549,10 +555,10 @@ if triton is not None:
     def _hadamard_grads_kernel(x, dy, dx, alpha, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
                                C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
                                V: tl.constexpr):
-        """Partial sums over this program's rows of dy * scale * (x @ H) and of dy: row program_id(0) of dalpha and dbeta, (G, D) fp32.
-        With dx and alpha, which may be None, also dx = scale * ((alpha * dy) @ H), while dy is at hand: all three gradients at 6 bytes an
-        element, in bf16 up to d = 2048 by 38 to 49 instructions, where 41 keep up with nine tenths of an H200's memory. x @ H is computed
-        again, not saved: attention keeps x anyway. No atomics, so the sums come out the same every time."""
+        """Partial sums over this program's rows of dy * scale * (x @ H) and of dy, in row program_id(0) of dalpha and dbeta, (G, D) fp32.
+        Unless dx and alpha are None, also dx = scale * ((alpha * dy) @ H), while dy is at hand: all three gradients at 6 bytes an element
+        in bf16, with 38 to 49 instructions up to d = 2048, where 41 keep up with nine tenths of an H200's memory. x @ H is recomputed, not
+        saved, as attention keeps x anyway. There are no atomics, so the sums come out the same every time."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
         da = (tl.zeros((R, W), tl.float32),) * (M * P)  # summed over rows once, at the end
@@ -590,16 +596,16 @@ if triton is not None:
             tl.store(dbeta + out + i * C, tl.sum(db[i], 0))
 
 
-# Up to so many rows, as many as an H200 has multiprocessors, each row is a program: by compiled code a warp then runs half the
-# instructions that it does in 9 programs of 16 rows. Not timed.
+# Up to this many rows, the number of an H200's multiprocessors, each row gets a program of its own: by the compiled code a warp then runs
+# half the instructions it would in 9 programs of 16 rows. Not timed.
 _FEW = 132
 
 
 @lru_cache(256)
 def _plan(d, n_head, heads_only, bits, kind="forward"):
-    """Shapes for the kernels above: (constexprs, num_warps), or None where they do not apply and the PyTorch path is taken: a factor m
-    above 28, two factors that are no power of two, a mix over heads whose width is no multiple of 8 or of more than 64 heads, or d above
-    65536, which would spill.
+    """-> (constexprs, num_warps) for the kernels above, or None where the PyTorch path is taken: without Triton; for m above 28; if neither
+    n_head nor d / n_head is a power of two; for a mix over more than 64 heads, or heads whose width is no multiple of 8; for d above 65536,
+    which would spill. For "backward" None also where two kernels are better.
     bits: 16 or 32, of one element.
     kind: "forward", "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads" (of alpha and beta),
     "backward" (of x as well), "norm", "norm few", "norm backward"."""
@@ -610,16 +616,16 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and (d // n_head % 8 or n_head > 64)):
         return None
     if kind == "backward" and (n_head > 48 if heads_only else d > (2048 if bits == 16 else 8192)):
-        return None  # two kernels, at 8 bytes an element for 6: one would spill, or its 56 to 60 instructions take longer than theirs
+        return None  # two kernels, at 8 bytes an element, not 6: one would spill, or its 56 to 60 instructions take longer than theirs
     if heads_only:
         inner, warps, P, C = 0, 4, ch, d // n_head
         CW = W = min(C & -C, 128)
         if "norm" in kind and CW < C < 128:  # whole rows in one program
             CW = W = 1 << (C - 1).bit_length()
-        each = (4 if M * P <= 12 else 2) if kind in ("grads", "backward") else 8 if bits == 16 and M * P <= 16 else 4  # a thread and tile
-        if M * P > (16 if kind == "backward" else 32):  # 64 heads at most: more spill, and take minutes to compile
+        each = (4 if M * P <= 12 else 2) if kind in ("grads", "backward") else 8 if bits == 16 and M * P <= 16 else 4  # of a tile
+        if M * P > (16 if kind == "backward" else 32):  # up to 64 heads: with more it would spill, and take minutes to compile
             each //= 2
-        if kind == "norm":  # at most 32 numbers a thread, up to 32 heads
+        if kind == "norm":  # for up to 32 heads, at most 32 numbers a thread
             each = 2 if M * P <= 16 else 1
             warps = max(1, W // (32 * each))
         elif kind == "norm backward":
@@ -627,39 +633,39 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         R = 1 if "few" in kind else max(1, each * 32 * warps // W)
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
-        inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # numbers a thread: of a tile, of all tiles
-        if kind == "few" and M > 1 and d <= 2560:  # across warps each of M narrow tiles would take up to four barriers: 47 at d = 768
+        inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # a thread's numbers: of a tile, of all
+        if kind == "few" and M > 1 and d <= 2560:  # over 4 warps each of M narrow tiles takes up to four barriers: 47 at d = 768
             warps = 1
-        if kind in ("grads", "backward"):  # three sets of them, or four; in 16 bits one or two warps a row up to d = 3072
+        if kind in ("grads", "backward"):  # a thread has three such sets, or four; in 16 bits a row takes one or two warps up to d = 3072
             numbers = 32 if bits == 32 or d <= 1024 else 48
             if bits == 16:
                 warps, each = 4 if d <= 6144 else warps, 8 if d == 2048 else 4
-        elif kind == "norm":  # and two residuals: 15 programs a multiprocessor, where tensor-core products of 16 rows leave it one
+        elif kind == "norm":  # the old and new residual, too: 15 programs fit a multiprocessor, by tensor-core products of 16 rows only one
             warps, numbers = 1 if d <= 1536 else 2 if d <= 3072 else 4, 48
-        elif kind == "norm backward":  # six; M where as many tiles are a number a thread each
+        elif kind == "norm backward":  # six sets; with M tiles, M numbers at least, one of each
             warps, numbers = 4 if d <= 3072 else 8, max(24, M)
         elif bits == 16 and "few" not in kind and d > 1024:
-            each, numbers = 8, 128 if d <= 8192 else 64  # the more stand in one thread, the fewer shuffles; above, they would spill
+            each, numbers = 8, 128 if d <= 8192 else 64  # the more in one thread, the fewer shuffles; wider rows would spill
         R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
         R = 1 << (R.bit_length() - 1)
         W = min(A * C, max(A, each * 32 * warps // R))
-        if bits == 16 and kind == "forward" and A * C >= 64 and d <= 1024:  # wider: one program fills a multiprocessor's registers
-            inner, R, W = 2, 16, 64  # 16 bytes a thread and load
+        if bits == 16 and kind == "forward" and A * C >= 64 and d <= 1024:  # wider, one program fills a multiprocessor's registers
+            inner, R, W = 2, 16, 64  # each thread loads 16 bytes at once
         P = A * C // W
         C = CW = C // P
     V = min(max(1, R * W // (32 * warps)), 128 // bits, CW & -CW)  # as Triton lays tiles out: what a thread loads at once
     return dict(D=d, M=M, P=P, C=C, CW=CW, W=W, R=R, INNER=inner, V=V), warps
 
 
-# enable_fp_fusion, below: multiply and add in one instruction. Where a launch does not name it Triton 3.9 warns; 3.10 is to turn it off.
+# enable_fp_fusion, below: multiply and add in one instruction. Triton 3.9 warns if a launch does not set it; 3.10 is to default to off.
 
 
-def _columns(plan):  # programs along a row: one, but for a mix over heads, where each takes W of a head's channels
+def _columns(plan):  # programs along a row: one, except in a mix over heads, where each takes CW of every head's C channels
     return plan["C"] // plan["CW"]
 
 
 def _row_major(*tensors):
-    "As the kernels read them: row-major. A gradient need not be, nor a vector, which may be a slice or an expanded number."
+    "The tensors row-major, as the kernels read them. A gradient may not be, nor a vector, which may be a slice or an expanded number."
     return [t if t is None else t.contiguous() for t in tensors]
 
 
@@ -686,12 +692,12 @@ def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_hea
 
 
 @lru_cache(None)
-def _multiprocessors(device):  # the interpreter has as many as an H200
+def _multiprocessors(device):  # in Triton's interpreter as many as an H200 has
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _programs(N, plan, warps, device):
-    "Of a kernel that sums over rows: 8 warps or more for each multiprocessor, no more than it holds, or the last would run alone"
+    "How many a kernel that sums over rows is given: 8 warps or more a multiprocessor, but no more than fit, or the last would run alone"
     return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, 8 // warps))
 
 
