@@ -727,13 +727,13 @@ def _grads_triton(x, dy, scale, n_head, heads_only, alpha=None):
 
 
 # -----------------------------------------------------------------------------
-# The operators. hadamard and hadamard_grads suffice for all their derivatives, of any order, because H is its own transpose: the gradient
-# of each is written with the two themselves. hadamard_backward gives their first ones at once, where they are not differentiated again:
-# in one kernel on a GPU; on a CPU, where products cost more than bytes, from x H, which hadamard_kept saves in x's place: no more memory,
-# as long as what made x does not keep x itself (tanh would, our attention does not). hadamard_norm adds what follows in a block.
+# The operators. As H is its own transpose, the gradients of hadamard and of hadamard_grads are made of these two again, so they suffice
+# for derivatives of any order. hadamard_backward gives all first derivatives of hadamard at once, for when they are not differentiated
+# again: on a GPU in one kernel; on a CPU, where products cost more than bytes, from x H, which hadamard_kept saves in x's place. That
+# takes no more memory unless what made x keeps x, too (tanh does, our attention does not). hadamard_norm adds what follows in a block.
 
 
-def _check_orders(d, n_head, heads_only):  # within the operators: before them, torch.compile would trace it
+def _check_orders(d, n_head, heads_only):  # called inside the operators: outside, torch.compile would trace it
     _check_order(n_head, "n_head")
     if not heads_only:
         _check_order(d // n_head, "d" if n_head == 1 else "d / n_head")
@@ -747,7 +747,7 @@ def _on_triton(x, n_head, heads_only, kind="forward"):
 @torch.library.custom_op(f"{NAMESPACE}::hadamard", mutates_args=())
 def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | None, pre: torch.Tensor | None, scale: float,
               n_head: int, heads_only: bool) -> torch.Tensor:
-    "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta beside alpha only"
+    "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta only with alpha"
     assert alpha is not None or beta is None, "beta without alpha"
     _check_orders(x.shape[1], n_head, heads_only)
     run = _transform_triton if _on_triton(x, n_head, heads_only) else _transform_torch
@@ -773,7 +773,7 @@ def _hadamard_kept(x: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, sca
 @torch.library.custom_op(f"{NAMESPACE}::hadamard_backward", mutates_args=())
 def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, scale: float, n_head: int, heads_only: bool,
                        kept: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "-> (scale * ((alpha * dy) @ H), sum over rows of dy * scale * u, sum of dy), where u is x @ H, or x itself if that is what was kept"
+    "-> (scale * ((alpha * dy) @ H), sum over rows of dy * scale * u, sum over rows of dy), u = x @ H; if kept, x already is that u"
     if kept:
         return _grads_torch(x, dy, scale, n_head, heads_only, alpha)
     if _on_triton(x, n_head, heads_only, "backward"):
@@ -845,7 +845,7 @@ def _save_kept(ctx, inputs, output):
 def _backward_kept(ctx, dy, du):  # y = alpha * scale * u + beta, u = x H
     u, alpha = ctx.saved_tensors
     scale, *heads = ctx.how
-    dx = None if du is None else _hadamard(du.contiguous(), None, None, None, 1.0, *heads)  # only where a derivative is differentiated
+    dx = None if du is None else _hadamard(du.contiguous(), None, None, None, 1.0, *heads)  # a du comes only from second derivatives
     if dy is None:
         return dx, None, None, None, None, None
     dy = dy.to(u.dtype).contiguous()
@@ -869,7 +869,7 @@ _hadamard_grads.register_autograd(_backward_grads, setup_context=_save_grads)
 def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, weight: torch.Tensor,
                    shift: torch.Tensor | None, scale: float, eps: float, rms: bool, n_head: int,
                    heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "-> out (N, d) in residual's dtype, its norm (N, d) in x's, mean and 1 / deviation of each row (2, N)"
+    "-> out (N, d) in residual's dtype, its norm (N, d) in x's, stats (2, N): mean and 1 / deviation of each row"
     _check_orders(x.shape[1], n_head, heads_only)
     run = _norm_triton if _norm_on_triton(x, residual, n_head, heads_only) else _norm_torch
     return run(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only)
@@ -882,9 +882,9 @@ def _norm_on_triton(x, residual, n_head, heads_only):
 
 def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
     wide = torch.promote_types(residual.dtype, torch.float32)
-    wider = x.float() if x.dtype == torch.float16 else x  # the sum is rounded to residual's dtype alone
+    wider = x.float() if x.dtype == torch.float16 else x  # so that only the sum is rounded, to residual's dtype
     out = (residual + _hadamard(wider, alpha, beta, None, scale, n_head, heads_only)).to(residual.dtype)
-    # on a CPU LayerNorm takes 16-bit rows beside fp32 vectors, but its result is in the rows' dtype, and wanted in x's, which can be wider
+    # on a CPU LayerNorm takes 16-bit rows with fp32 vectors, but returns the rows' dtype: too narrow if x's, which is wanted, is wider
     as_it_is = not rms and out.device.type == "cpu" and torch.promote_types(x.dtype, out.dtype) == out.dtype
     y = out if as_it_is else out.to(wide)
     weight = weight.to(wide)
@@ -899,17 +899,17 @@ def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head
 
 @_hadamard_norm.register_fake
 def _(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
-    wide = torch.promote_types(residual.dtype, torch.float32)  # below, len(x) would fix the number of rows in what is compiled
+    wide = torch.promote_types(residual.dtype, torch.float32)  # below x.shape[0]: len(x) would fix the number of rows in compiled code
     return torch.empty_like(residual), torch.empty_like(x), x.new_empty(2, x.shape[0], dtype=wide)
 
 
 def _norm_backward_torch(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only, dstats=None):
     mean, rstd = stats[:, :, None]                                                         # (N, 1)
     unit = (out - mean) * rstd                                                             # (N, d)
-    g = dnormed * weight.to(torch.promote_types(weight.dtype, stats.dtype))                # two in 16 bits would round, and fp16 overflow
+    g = dnormed * weight.to(torch.promote_types(weight.dtype, stats.dtype))                # 16 bits times 16 would round, fp16 overflow
     dy = g - unit * (g * unit).mean(-1, keepdim=True)
     dy = rstd * (dy if rms else dy - g.mean(-1, keepdim=True)) + dout
-    if dstats is not None:  # from the derivative of this very formula
+    if dstats is not None:  # a gradient of stats comes only from the derivative of this very formula
         dmean, drstd = dstats[:, :, None] / out.shape[1]
         dy = dy - unit * rstd ** 2 * drstd + (0 if rms else dmean)
     dx = _hadamard(dy if x.dtype == torch.float16 else dy.to(x.dtype), None, None, alpha, scale, n_head, heads_only).to(x.dtype)
@@ -923,7 +923,7 @@ def _hadamard_norm_backward(
         x: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, dout: torch.Tensor, dnormed: torch.Tensor, alpha: torch.Tensor,
         weight: torch.Tensor, has_shift: bool, scale: float, rms: bool, n_head: int, heads_only: bool
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    "-> gradients of x, of the residual, of alpha and beta (fp32 or wider), and in stats' dtype of weight and of shift, empty without one"
+    "-> gradients of x, residual, alpha and beta (the last two fp32 or wider), weight and shift (in stats' dtype; empty if no shift)"
     run = _norm_backward_triton if _norm_on_triton(x, out, n_head, heads_only) else _norm_backward_torch
     return run(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only)
 
@@ -947,7 +947,7 @@ def _backward_norm(ctx, dout, dnormed, dstats):
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     dnormed = torch.zeros_like(x) if dnormed is None else dnormed.contiguous()
     args = x, out, stats, dout, dnormed, alpha, weight, *ctx.how
-    if torch.is_grad_enabled() or dstats is not None:  # to be differentiated again, or the gradient of such a derivative
+    if torch.is_grad_enabled() or dstats is not None:  # to be differentiated again, or itself the gradient of a derivative
         dx, dy, dalpha, dbeta, dweight, dshift = _norm_backward_torch(*args, dstats)
     else:
         dx, dy, dalpha, dbeta, dweight, dshift = _hadamard_norm_backward(*args)
@@ -959,8 +959,8 @@ _hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
 
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
-    """Whether hadamard_affine_norm is one kernel on a GPU: where a program holds whole rows, and its instructions take less time than the
-    12 bytes an element of two steps"""
+    """Whether hadamard_affine_norm is one kernel on a GPU: it is where a program can hold whole rows, and its instructions take less time
+    than two steps do to move their 12 bytes an element (in bf16)"""
     if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
         return False
     plan = _plan(d, n_head, heads_only, 16, "norm")
@@ -968,7 +968,7 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):
-    "In words, which path hadamard_affine takes there, for the log of whoever uses it; ValueError as there for an order that does not exist"
+    "Which path hadamard_affine takes on this device, in words, for a log. ValueError, as there, for an order that does not exist"
     _check_orders(d, n_head, heads_only)
     if torch.device(device).type != "cuda":
         return "PyTorch, two small dense factors"
@@ -990,10 +990,10 @@ def _as_rows(name, x, what="x"):
 def hadamard_transform(x, scale=1.0):
     """scale * (x @ H) over the last dimension, H = hadamard_matrix(x.shape[-1]).
 
-    x: (..., d), fp32, bf16, fp16 (or fp64 off the Triton path), any strides. Returns x's shape and dtype; sums are fp32 or wider on
-    the Triton path. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5
-    makes it orthogonal. Unlike there, d = 768 is the true H_768 and not a cut-off H_1024. For d = 2^k H is that package's, for
-    12 * 2^k its hadamard_transform_12N's; its 20N, 28N and 40N are other matrices, not to be swapped for these in a trained model.
+    x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype; on the Triton path sums are
+    fp32. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it
+    orthogonal. Unlike that package's, d = 768 is the true H_768, not a cut-off H_1024. For d = 2^k H is the package's, for 12 * 2^k
+    that of its hadamard_transform_12N; its 20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Raises
     ValueError for an order that does not exist, TypeError for another dtype, NotImplementedError under forward-mode differentiation.
     """
     _reverse_mode_only("hadamard_transform")
@@ -1003,9 +1003,9 @@ def hadamard_transform(x, scale=1.0):
 def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     """alpha * (x @ H / sqrt(d)) + beta [1, eq. 1], in one pass over memory, with gradients of any order for x, alpha and beta.
 
-    x: (..., d), as for hadamard_transform; alpha, beta: (d,), float (often fp32 beside bf16 rows). Returns x's shape and dtype.
-    n_head = h takes H = H_h (x) H_(d/h) instead of H_d: the same matrix for most sizes, and the one whose inner factor can be folded into
-    the value projection for all. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
+    x: (..., d), as for hadamard_transform; alpha, beta: (d,), float (often fp32 with bf16 rows). Returns x's shape and dtype.
+    n_head = h takes H = H_h (x) H_(d/h) instead of H_d. For most sizes that is the same matrix; for all, the inner factor H_(d/h) can be
+    folded into the value projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
     """
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)
@@ -1015,18 +1015,18 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
                          f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
     _check_meta("hadamard_affine", x, alpha, beta)
     scale = (n_head if heads_only else d) ** -0.5
-    if alpha.requires_grad and torch.is_grad_enabled() and not x.is_cuda and x.dtype != torch.float16:  # which x H may not fit
+    if alpha.requires_grad and torch.is_grad_enabled() and not x.is_cuda and x.dtype != torch.float16:  # fp16 may not hold x H
         return _hadamard_kept(rows, alpha, beta, scale, n_head, heads_only)[0].view(x.shape)
     return _hadamard(rows, alpha, beta, None, scale, n_head, heads_only).view(x.shape)
 
 
 def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5, rms=False, n_head=1, heads_only=False):
     """y = residual + hadamard_affine(x, alpha, beta, n_head, heads_only), and LayerNorm(y) * weight + shift: the end of an attention block
-    and what the next one starts from, in one pass. rms = True takes RMSNorm.
+    and the start of what follows, in one pass. rms = True takes RMSNorm.
 
-    x (..., d); residual of its shape, any float dtype, often wider; alpha, beta, weight and shift (d,). Returns (y in residual's dtype, its
-    norm in x's). Differentiable to any order in all six. In bf16 it moves 8 bytes an element, two steps 12,
-    which are what other widths take: see hadamard_norm_is_fused.
+    x (..., d); residual (..., d), any float dtype, often wider; alpha, beta, weight, shift (d,), shift or None. Returns y in residual's
+    dtype and its norm in x's, (..., d) both. Differentiable to any order in all six. In bf16 one pass moves 8 bytes an element. Off
+    the Triton path, and where hadamard_norm_is_fused is False, it is two steps, which move 12.
     """
     _reverse_mode_only("hadamard_affine_norm")
     rows, before = _as_rows("hadamard_affine_norm", x), _as_rows("hadamard_affine_norm", residual, "residual")
