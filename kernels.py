@@ -1046,23 +1046,23 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
 #
 #     c_t = f_t c_(t-1) + (1 - f_t) z_t          h_t = o_t c_t
 #
-# Backward, with dh_t = dL/dh_t and e_t = f_t dc_t, which is what step t hands to step t - 1:
+# Backward, with dh_t = dL/dh_t and e_t = f_t dc_t, the gradient that step t passes back to step t - 1:
 #
 #     dc_t = o_t dh_t + e_(t+1)    do_t = dh_t c_t    dz_t = (1 - f_t) dc_t    df_t = (c_(t-1) - z_t) dc_t    dc_0 = e_1
 #
-# Both paths keep the state before every FO_CHUNK-th step (`edges`) and nothing else of the forward pass. The backward
-# pass redoes the steps between from there. It never runs the recurrence in reverse: c_(t-1) = (c_t - ..) / f_t is
-# lost as soon as f is small. Least traffic for N = B*T*H elements in bf16, gates fused: 8 N bytes forward (3 logits in,
-# h out), 14 N backward (3 logits and dh in, 3 gradients out), 4 N / FO_CHUNK = N / 4 more in each for the edges.
+# Beside the inputs both paths keep only the state before every FO_CHUNK-th step: `edges`, (T / FO_CHUNK rounded up, B, H).
+# From these the backward pass recomputes the steps in between. It never inverts the recurrence: c_(t-1) = (c_t - ..) / f_t
+# is lost as soon as f is small. Least traffic for N = B*T*H elements in bf16, gates fused: 8 N bytes forward (3 logits in,
+# h out), 14 N backward (3 logits and dh in, 3 gradients out), and in each 4 N / FO_CHUNK = N / 4 more for the edges.
 FO_CHUNK = 16
 
 
 def _fo_spans(B, T, H):
-    """How the CPU cuts time: [(t, K, L)], K chunks of L steps from step t on, walked side by side.
+    """How the CPU cuts time: a list of spans (t, K, L), each K chunks of L steps from step t on, walked side by side.
 
-    A step is one call on K * B * H numbers, and with few channels a call costs more than its work: then chunks are
-    FO_CHUNK long, and a span is one call a step of the chunk. A span takes up to 1 MB of fp32 a bank (or FO_CHUNK
-    steps), so that all of them stay in cache (with 2 MB it is 1.1 times slower at H = 1024)."""
+    One call does one step of all K chunks, K * B * H numbers. With few channels a call costs more than its work: then
+    chunks are FO_CHUNK steps long, and a span takes only that many calls; otherwise K = 1. In a span a bank takes up to
+    1 MB in fp32 (or FO_CHUNK steps), so that all banks stay in cache (with 2 MB it is 1.1 times slower at H = 1024)."""
     most = max(1, 2 ** 18 // max(1, FO_CHUNK * B * H)) * FO_CHUNK  # steps
     spans, t = [], 0
     while t < T:
@@ -1075,7 +1075,7 @@ def _fo_spans(B, T, H):
 
 
 def _fo_gates_torch(scratch, banks, t, act):
-    """Steps t, t + 1, .. of the three banks into scratch (3, B, n, H), in the state's dtype and activated."""
+    """Copies steps t to t + n - 1 of the three banks into scratch (3, B, n, H), in the state's dtype; act: activated."""
     for row, bank in zip(scratch, banks):
         row.copy_(bank[:, t:t + row.size(1)])
     if act:
@@ -1086,21 +1086,21 @@ def _fo_gates_torch(scratch, banks, t, act):
 
 
 def _fo_steps(*tensors):
-    "(B, K, L, H) each -> for every step j the slices (B, K, H) of all: L tuples"
+    "Tensors (B, K, L, H) -> L tuples, the slices (B, K, H) of all of them at each step"
     return list(zip(*(x.unbind(2) for x in tensors)))
 
 
 def _fo_forward_torch(z, f, o, c0, act):
     """(h, c_last, edges) by a walk in place over time.
 
-    What counts on a CPU is fresh memory: 4 KB page faults make writing 33 MB that were never touched (one bank of
-    B 16, T 512, H 1024 in fp32) dearer than activating all three banks again. So a span of time is worked on in
-    scratch that stays in cache and is used again by the next span, and only h and the edges are new. Scratch has the
-    inputs' layout: gathering each step's rows from B places made the copies, half of all time, twice as slow. Where fp32
-    tensors of 30 MB and more are common, THP_MEM_ALLOC_ENABLE=1 in the environment (PyTorch's huge pages) helps.
+    What counts on a CPU is fresh memory: with a page fault every 4 KB, writing 33 MB never touched before (one bank of
+    B 16, T 512, H 1024 in fp32) costs more than activating all three banks again. So each span is worked on in the same
+    scratch, which stays in cache, and only h and the edges are new memory. Scratch has the inputs' layout: to gather each
+    step's rows from B places made the copies, half of the time, twice as slow. Where fp32 tensors of 30 MB and more are
+    common, THP_MEM_ALLOC_ENABLE=1 in the environment (PyTorch's huge pages) helps.
 
-    Chunks side by side do not know the state they start from. Each starts from 0; with p the product of its f so far,
-    c + p * (the state before the chunk) is what it would have been, and the states before chunks follow one by one.
+    Of K chunks walked side by side, only the first knows the state it starts from. So each starts from 0: its true state
+    is c + p * (the state before the chunk), p the product of its f so far. The states before chunks follow one by one.
     """
     B, T, H = z.shape
     state, spans = torch.promote_types(z.dtype, torch.float32), _fo_spans(B, T, H)
@@ -1112,9 +1112,9 @@ def _fo_forward_torch(z, f, o, c0, act):
     for t, K, L in spans:
         n = K * L * B * H
         _fo_gates_torch(memory[:3 * n].view(3, B, K * L, H), (z, f, o), t, act)
-        z_, f_, o_ = memory[:3 * n].view(3, B, K, L, H)
+        z_, f_, o_ = memory[:3 * n].view(3, B, K, L, H)  # (B, K, L, H) each
         c = memory[3 * n:][:K * (L + 1) * B * H].view(B, K, L + 1, H)  # c[:, :, j]: the state before step j
-        start, end = c[:, :, 0], c[:, :, L]
+        start, end = c[:, :, 0], c[:, :, L]  # (B, K, H), the states before and after each chunk
         start.zero_()
         if K == 1:
             start[:, 0] = last
@@ -1128,7 +1128,7 @@ def _fo_forward_torch(z, f, o, c0, act):
                 torch.addcmul(end[:, k - 1], f_[:, k - 1, -1], start[:, k - 1], out=start[:, k])
             c[:, :, 1:].addcmul_(f_, start[:, :, None])
         last.copy_(end[:, -1])
-        m = -(-L // FO_CHUNK)  # edges of a chunk: one, but for a span that is one long chunk
+        m = -(-L // FO_CHUNK)  # edges a chunk: one, or more where a span is one long chunk
         edges[t // FO_CHUNK:t // FO_CHUNK + K * m].unflatten(0, (K, m)).copy_(c[:, :, :L:FO_CHUNK].permute(1, 2, 0, 3))
         torch.mul(o_, c[:, :, 1:], out=o_)
         h[:, t:t + K * L].copy_(o_.flatten(1, 2))
@@ -1136,19 +1136,19 @@ def _fo_forward_torch(z, f, o, c0, act):
 
 
 def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
-    """Fills dz, df, do (B, T, H) and returns dc0 (B, H): the spans in reverse, each redone from its edges."""
+    """Fills dz, df, do (B, T, H), returns dc0 (B, H). Takes the spans in reverse and recomputes each from its edges."""
     B, T, H = z.shape
     state, spans = edges.dtype, _fo_spans(B, T, H)
     most = max([K * (L + 1) for _, K, L in spans], default=0) * B * H
     memory = z.new_empty(6 * most, dtype=state)
-    # f dc of the step behind
+    # e_(t+1) = f dc of the step after the span, (B, H)
     e = z.new_zeros(B, H, dtype=state) if dc_last is None else dc_last.to(state, copy=True, memory_format=torch.contiguous_format)
     sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input  # g y (1 - y) in one pass
     tanh_backward = torch.ops.aten.tanh_backward.grad_input  # g (1 - y^2)
     for t, K, L in reversed(spans):
         n = K * L * B * H
         _fo_gates_torch(memory[:3 * n].view(3, B, K * L, H), (z, f, o), t, act)
-        z_, f_, o_, dc, w = memory[:5 * n].view(5, B, K, L, H)
+        z_, f_, o_, dc, w = memory[:5 * n].view(5, B, K, L, H)  # (B, K, L, H) each, w for whatever comes next
         c = memory[5 * n:][:K * (L + 1) * B * H].view(B, K, L + 1, H)
         m = -(-L // FO_CHUNK)
         c[:, :, 0] = edges[t // FO_CHUNK:t // FO_CHUNK + K * m:m].transpose(0, 1)  # every chunk starts on an edge
@@ -1168,11 +1168,11 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
         dc[:, -1, -1] += e
         for dc_t, f_next, dc_next in reversed(_fo_steps(dc[:, :, :-1], f_[:, :, 1:], dc[:, :, 1:])):
             dc_t.addcmul_(f_next, dc_next)  # dc_t = o_t dh_t + f_(t+1) dc_(t+1)
-        if K > 1:  # what e of the chunk behind adds to dc_t: e times the product of f_(t+1) .. to the chunk's end
+        if K > 1:  # the next chunk's e adds to dc_t: e times w, the product of f from step t + 1 to the chunk's end
             w[:, :, -1] = 1
             for p, f_next, p_next in reversed(_fo_steps(w[:, :, :-1], f_[:, :, 1:], w[:, :, 1:])):
                 torch.mul(f_next, p_next, out=p)
-            E = torch.zeros_like(dc[:, :, 0])  # (B, K, H)
+            E = torch.zeros_like(dc[:, :, 0])  # (B, K, H), each chunk's e from the chunk after it
             for k in reversed(range(K - 1)):
                 torch.addcmul(dc[:, k + 1, 0], w[:, k + 1, 0], E[:, k + 1], out=E[:, k]).mul_(f_[:, k + 1, 0])
             dc.addcmul_(w, E[:, :, None])
@@ -1193,8 +1193,8 @@ if triton is not None:
     @triton.jit
     def _fo_sigmoid(x, ACT: tl.constexpr, PTX: tl.constexpr):
         "sigmoid(x) of a logit, if ACT; else x is activated already"
-        # e^-x overflows to inf below -88, and 1 / inf is the right 0. Triton guards exp and division against denormals
-        # that cannot matter here: 8 of the 12 instructions. In PTX the same formula takes 4.
+        # For x below -88 e^-x overflows to inf, and 1 / inf is 0, as it should be. Triton guards exp and division against
+        # denormals, which cannot matter here: that is 8 of its 12 instructions. The same formula in PTX takes 4.
         if not ACT:
             return x
         elif PTX:
@@ -1214,10 +1214,10 @@ if triton is not None:
 
     @triton.jit
     def _fo_compose(c, at, step, parts, n, live, U: tl.constexpr):
-        "c through n maps c -> prod(f) c + part: their prods at at, at + step, .., their parts behind those"
+        "c passed through n maps c -> prod(f) c + part: their prods lie at `at`, at + step, .., each part `parts` after its prod"
         for k in range(0, n, U):
             ps, qs = (), ()
-            for u in tl.static_range(U):  # all loads first, as below
+            for u in tl.static_range(U):  # all loads first, as in the kernels below
                 m = k + u < n * live.to(tl.int32)
                 ps = ps + (tl.load(at + (k + u) * step, m, 1.0),)
                 qs = qs + (tl.load(at + (k + u) * step + parts, m, 0.0),)
@@ -1229,9 +1229,9 @@ if triton is not None:
     def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, H, sb, st, L,
                            ACT: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr, PTX: tl.constexpr,
                            U: tl.constexpr, D: tl.constexpr):
-        """One program: D channels of one batch row, L steps from seg * L on. With SUMMARY only the segment's map
-        c -> prod(f) c + part is computed, into sum (2, segments, B, H); with SEGMENTED the state before the segment
-        is composed of the maps of the segments before it."""
+        """One program: D channels of one batch row, L steps from seg * L on, in chunks of U = FO_CHUNK. SUMMARY: it only
+        computes the segment's map c -> prod(f) c + part, into sum (2, segments, B, H). SEGMENTED: it gets the state before
+        its segment by composing the maps of the segments before it. ACT: inputs are logits. PTX: see _fo_sigmoid."""
         S: tl.constexpr = edge_ptr.dtype.element_ty
         seg, segs = tl.program_id(1), tl.num_programs(1)
         b = (tl.program_id(0) // tl.cdiv(H, D)).to(tl.int64)
@@ -1247,8 +1247,8 @@ if triton is not None:
             c = _fo_compose(c, sum_ptr + row, B * H, segs * B * H, seg, live, U)
         for k in range(0, tl.cdiv(tl.minimum(T - seg * L, L), U)):
             t0 = seg * L + k * U
-            # One step in flight at a time would be bound by latency, 20 times off the memory's rate: all loads of a
-            # chunk go out first. Steps past T get f = 1, z = 0 and leave c alone.
+            # All loads of a chunk go out first: with one step in flight at a time latency would be the limit, 20 times
+            # below the memory's rate. Steps past T get f = 1, z = 0 and leave c as it is.
             zs, fs, os = (), (), ()
             for u in tl.static_range(U):
                 m = t0 + u < end
@@ -1279,7 +1279,7 @@ if triton is not None:
     def _fo_backward_kernel(z_ptr, f_ptr, o_ptr, edge_ptr, dh_ptr, dc_last_ptr, dz_ptr, df_ptr, do_ptr, dc0_ptr,
                             sum_ptr, B, T, H, sb, st, db, dt, L, ACT: tl.constexpr, SUMMARY: tl.constexpr,
                             SEGMENTED: tl.constexpr, PTX: tl.constexpr, U: tl.constexpr, D: tl.constexpr):
-        """As the forward kernel, in reverse: the carry is e = f dc, a segment's map e -> prod(f) e + part."""
+        """The forward kernel in reverse: what it carries is e = f dc, and a segment's map is e -> prod(f) e + part."""
         S: tl.constexpr = edge_ptr.dtype.element_ty
         G: tl.constexpr = dz_ptr.dtype.element_ty
         seg, segs = tl.program_id(1), tl.num_programs(1)
@@ -1314,7 +1314,7 @@ if triton is not None:
                     z, f = _fo_tanh(z, ACT, PTX), _fo_sigmoid(f, ACT, PTX)
                     cs = cs + (c,)
                     c = f * c + (1 - f) * z
-            # f and z are written out a second time below; the compiler sees that they are the same and keeps the first
+            # f and z are computed as above once more; the compiler sees that they are the same and reuses the first
             for u in tl.static_range(U - 1, -1, -1):
                 f = _fo_sigmoid(fs[u].to(S), ACT, PTX)
                 dc = e
@@ -1350,17 +1350,18 @@ if triton is not None:
             tl.store(dc0_ptr + row, e, live)
 
     def _fo_plan(z, f, o):
-        """The banks with one pair of strides and channels side by side (a copy if they lack it), launch grid, settings.
+        """-> banks with equal strides and channels side by side (copies if need be), grid, steps of a segment, settings.
 
         One program walks 64 channels in 16-bit, 32 otherwise: two bf16 share each load and each register of the 3 * 16
-        (4 * 16 backward) loads in flight. 32768 channels keep enough bytes in flight to walk T in one go. With fewer, T
-        is cut in segments of some 64 steps or more, up to some 131072 (channel, segment) pairs: a first launch reads z
-        and f (f, o, dh backward) for each segment's map, 4 N bytes (6 N) more in bf16. These bounds are calculated, not measured.
+        (4 * 16 backward) loads in flight. B * H = 32768 channels keep enough bytes in flight to walk T in one go. With
+        fewer, T is cut into at most 128 segments of some 64 steps or more, up to some 131072 (channel, segment) pairs. A
+        first launch then reads z and f (backward f, o and dh) for each segment's map, in bf16 4 N (6 N) bytes more. These
+        bounds are calculated, not measured.
         """
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
             z, f, o = z.contiguous(), f.contiguous(), o.contiguous()
-        T = max(T, 1)  # no steps are one segment, too: c_last = c0 has to be written
+        T = max(T, 1)  # T = 0 is one segment, too: c_last = c0 has to be written
         segments = 1 if B * H >= 32768 else min(128, triton.cdiv(131072, B * H), triton.cdiv(T, 4 * FO_CHUNK))
         length = triton.cdiv(triton.cdiv(T, segments), FO_CHUNK) * FO_CHUNK
         segments = triton.cdiv(T, length)  # rounding length up can leave fewer
@@ -1406,17 +1407,17 @@ if triton is not None:
         return dc0
 
 
-# One operator for both forms, told apart by the number of banks: [gates] holds logits (B, T, 3H), [z, f, o] activated
-# inputs. So gates come in, and their gradient goes out, as one tensor: cutting them with chunk() outside would make
-# autograd glue the three gradients together again, nearly half of the backward pass's traffic. The third output, edges, is
-# for the backward pass only.
+# One operator for both forms, told apart by the number of banks: [gates] are logits (B, T, 3H), [z, f, o] are activated,
+# (B, T, H) each. So gates come in, and their gradient goes out, as one tensor: with chunk() outside, autograd would have to
+# join the three gradients again, at nearly half of the backward pass's traffic. The third output, edges, is only for the
+# backward pass.
 @torch.library.custom_op(f"{NAMESPACE}::fo_pool", mutates_args=())
 def _fo_op(banks: list[torch.Tensor], c0: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     act = len(banks) == 1
     z, f, o = banks[0].chunk(3, dim=-1) if act else banks
     forward = _fo_forward_triton if z.is_cuda and triton is not None else _fo_forward_torch
     h, c_last, edges = forward(z, f, o, c0, act)
-    return h, c_last, edges.flatten()  # with a dimension of its own for the chunks, what is compiled would hang on whether that is 1
+    return h, c_last, edges.flatten()  # flat: compiled code would depend on whether a dimension of chunks has size 1
 
 
 @_fo_op.register_fake
@@ -1493,7 +1494,8 @@ def fo_pool(z, f, o, c0=None):
 def qrnn_pool(gates, c0=None):
     """fo_pool(tanh(z), sigmoid(f), sigmoid(o), c0) for gates (B, T, 3H) = logits [z, f, o], activations fused.
 
-    Prefer it in 16-bit: a bf16 f is exactly 1 from a logit of about 6.2 on, and the channel is stuck; the logit is not.
+    Prefer it in 16-bit: from a logit of about 6.2 on, f rounds to exactly 1 in bf16, and the channel is stuck. Here f is
+    computed from the logit in fp32, and stays below 1 up to a logit of about 16.
     Dtypes, results, errors and source as for fo_pool.
     """
     if gates.dim() != 3 or gates.size(2) % 3:
