@@ -27,8 +27,8 @@ try:
 except ImportError:  # Windows, macOS, CPU-only installs: every operator below still works, through PyTorch
     triton = None
 
-# Namespace in which the operators are registered: the module's name, made an identifier. A copy of this file under another name so gets
-# its own; if it registered the same names, it would replace these operators.
+# Namespace in which the operators are registered: the module's name, made an identifier. So a copy of this file under another name gets its
+# own: if it registered the same names, it would replace these operators.
 NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}" for c in __name__)
 
 
@@ -56,7 +56,7 @@ def _paley_order(m):
     "2 if Paley's second construction, over a prime or GF(9), gives order m; 1 if only the first, over a prime, does; else 0"
     if m % 4:
         return 0
-    if (m // 2 - 1) % 4 == 1 and (_is_prime(m // 2 - 1) or m == 20):  # the first gives 20 too, at twice the additions
+    if (m // 2 - 1) % 4 == 1 and (_is_prime(m // 2 - 1) or m == 20):  # 20 is of the first too, at twice the additions
         return 2
     return int(_is_prime(m - 1))  # m % 4 == 0, so m - 1 = 3 mod 4 as the first construction wants
 
@@ -136,7 +136,7 @@ def _factors(d, n_head, heads_only, dtype, device):
     for n in (n_head, d // n_head):
         m, c = _split_order(n)
         orders += [m] + [2] * (c.bit_length() - 1)
-    cut = min(range(len(orders) + 1), key=lambda i: (max(math.prod(orders[:i]), math.prod(orders[i:])), i))  # B the wider
+    cut = min(range(len(orders) + 1), key=lambda i: (max(math.prod(orders[:i]), math.prod(orders[i:])), i))  # the wider factor last
     A, B = (reduce(torch.kron, [hadamard_matrix(n, torch.int8, "cpu") for n in (1, *part)]) for part in (orders[:cut], orders[cut:]))
     return A.to(device=device, dtype=dtype), B.to(device=device, dtype=dtype)
 
@@ -151,7 +151,7 @@ def _blocks(x, n_head, heads_only):
     if x.device.type == "cpu":  # elsewhere a launch costs more than a cache miss
         most = max(128, 2 ** 18 // d) if x.element_size() > 2 else max(256, 2 ** 19 * torch.get_num_threads() // d)
         blocks = -(-r // min(most, 2048))
-        r = -(-r // blocks)  # about equal blocks: with full ones the last could be a few rows
+        r = -(-r // blocks)  # of about one size, or the last could be a few rows
     t, u, A = x.new_empty(r, a, b), x.new_empty(r, a, b), A.expand(r, a, a)
     if x.device.type == "cpu" and x.element_size() == 2:  # a 16-bit product would copy an expanded A again for every block
         A = A.contiguous()
@@ -188,14 +188,14 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
     "alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; kept (N, d), if given, is filled with x @ H"
     if x.numel() <= 2 ** 15 and beta is not None and pre is None and kept is None:
         return _few_rows_torch(x, alpha, beta, scale, n_head, heads_only)
-    if x.dtype == torch.float16:  # x H can exceed 65504, fp16's largest, where the result does not; on a CPU fp32 products are faster, too
+    if x.dtype == torch.float16:  # x H can be above its 65504 where the result is not; on a CPU fp32 products are faster, too
         assert kept is None, "x H may not fit fp16"
         out, r = x.new_empty(x.shape), _fp32_rows(x)
         for X, o in zip(x.split(r), out.split(r)):
             o.copy_(_transform_torch(X.float(), alpha, beta, pre, scale, n_head, heads_only))
         return out
     r, transform = _blocks(x, n_head, heads_only)
-    out = x.new_empty(x.shape)  # not empty_like, which keeps a transposed row's strides (d = 1): views below may not take them
+    out = x.new_empty(x.shape)  # not empty_like: for a transposed row (d = 1) it keeps strides that views below may not take
 
     def widen(v):
         if v is None or v.dtype == x.dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5:  # bf16 times a power of two is exact
@@ -204,13 +204,13 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
 
     alpha, beta, pre = map(widen, (alpha, beta, pre))
     dtype = reduce(torch.promote_types, [v.dtype for v in (x, alpha, beta, pre) if v is not None])
-    wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # 16-bit rows, fp32 vectors: rounded once, at the end
-    scaled = None if pre is None else x.new_empty(r, x.shape[1])  # (r, d), for pre * x
+    wide = None if dtype == x.dtype else x.new_empty(r, x.shape[1], dtype=dtype)  # 16-bit rows, fp32 vectors: rounded once, on the way out
+    scaled = None if pre is None else x.new_empty(r, x.shape[1])
     if alpha is not None:
         alpha = alpha * scale
-    elif pre is not None:  # saves a pass
+    elif pre is not None:  # a pass less
         pre, scale = pre * scale, 1.0
-    for X, o, u in zip(x.split(r), out.split(r), (out if kept is None else kept).split(r)):  # (r, d) each, the last may be smaller
+    for X, o, u in zip(x.split(r), out.split(r), (out if kept is None else kept).split(r)):  # (r, d) each, the last may be shorter
         w = o if wide is None else wide[:len(o)]
         if pre is not None:
             s = scaled[:len(o)]
@@ -218,8 +218,8 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
         transform(X, u)                                                                   # u = X H; u is o if not kept
         if alpha is not None:
             v = u if wide is None else w.copy_(u)  # as above: given two dtypes, mul would make this copy itself, in new memory each time
-            torch.mul(v, alpha, out=w) if beta is None else torch.addcmul(beta, v, alpha, out=w)  # one pass, not two
-            o.copy_(w)  # does nothing where w is o
+            torch.mul(v, alpha, out=w) if beta is None else torch.addcmul(beta, v, alpha, out=w)  # one pass where mul, add took two
+            o.copy_(w)  # nothing where w is o
         elif scale != 1.0:
             o.mul_(scale)
     return out
@@ -265,7 +265,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 # The kernels' constexprs, chosen by _plan:
 #     D        d, the elements from one row to the next
 #     M, P     NT = M * P tiles a row: M is m (1, 12, 20 or 28), P a power of two. A mix over heads has a tile for each: NT = h
-#     C, CW    a row is seen as (A, NT, C), and tile n holds its elements (a, n, c) for all a and c. CW is the C channels as a tile stores
+#     C, CW    a row is seen as (A, NT, C), and tile n holds its elements (a, n, c) for all a and c. CW is the C channels as a tile holds
 #              them: C itself, except in a mix over heads, where a program takes CW of every head's C channels, or, in the norm, pads C
 #              to a power of two (96 to CW = 128)
 #     W, R     a tile is (R, W), W = A * CW. H_W is H_A (x) H_C, so the factor across tiles stands in the middle of H_A (x) H_NT (x) H_C,
@@ -315,7 +315,7 @@ if triton is not None:
 
     @triton.jit
     def _grid(t, P: tl.constexpr):
-        """C u + v and C v - u in _across for H_20, which so takes 6 additions an element, its butterfly included, instead of 10. GF(9) is a
+        """C u + v and C v - u in _across for H_20, in fewer additions: 6 an element, the butterfly included, instead of 10. GF(9) is a
         3 x 3 grid in which chi(x - y) is 1 along the row and the column of y and -1 elsewhere, so (C x)_y = x_0 - sum + 2 (row + column)
         - 3 x_y and (C x)_0 = sum; all sums are over the grid, without x_0. The tiles are ten groups of 2 P: x_0, then the grid by rows."""
         Q: tl.constexpr = 2 * P
@@ -336,8 +336,8 @@ if triton is not None:
 
     @triton.jit
     def _across(t, M: tl.constexpr, P: tl.constexpr):
-        """H_M (x) H_P over the tuple of M * P tiles, M = 1, 12, 20 or 28. The last three come from Paley's second construction: after one
-        more butterfly, u = x_0 + x_1 and v = x_0 - x_1 for each pair, H_M x is (C u + v, C v - u), at half of the additions."""
+        """H_M (x) H_P over the tuple of M * P tiles. M is 1, 12, 20 or 28; the last three are of Paley's second construction: with one more
+        butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), at half of the additions."""
         for s in tl.static_range(16):
             if 1 << s < P * (1 + (M > 1)):
                 n = ()
@@ -389,7 +389,7 @@ if triton is not None:
         t = ()
         if INNER == 2:
             j = tl.arange(0, W)
-            k = j[:, None] & j[None, :]  # (W, W); H_W[i, j] = (-1)^popcount(i & j)
+            k = j[:, None] & j[None, :]  # H_W[i, j] = (-1)^popcount(i & j)
             k = k ^ (k >> 4)
             k = k ^ (k >> 2)
             k = k ^ (k >> 1)
@@ -444,7 +444,7 @@ if triton is not None:
         ahead = _load_tiles(residual + base, ok, M * P, C)  # before any store: after one it would wait, as the addresses might be equal
         t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER, V)
         y = ()
-        total = tl.zeros((R, W), tl.float32)  # summed over tiles first, then across threads, once
+        total = tl.zeros((R, W), tl.float32)  # over tiles first, across threads once
         for i in tl.static_range(M * P):
             v = t[i] * scale * _load_vector(alpha + col + i * C, live, R, W) + _load_vector(beta + col + i * C, live, R, W)
             v = (v + ahead[i].to(tl.float32)).to(out.dtype.element_ty)
@@ -518,7 +518,7 @@ if triton is not None:
             a = tl.sum(a, 1)[:, None] / D
             b = tl.sum(b, 1)[:, None] / D
             if RMS:
-                a = a * 0.0  # the mean's part, which RMSNorm lacks
+                a = a * 0.0  # the mean's part
             u = ()
             for i in tl.static_range(M * P):
                 v = xs[i].to(tl.float32)
@@ -616,7 +616,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and (d // n_head % 8 or n_head > 64)):
         return None
     if kind == "backward" and (n_head > 48 if heads_only else d > (2048 if bits == 16 else 8192)):
-        return None  # two kernels, at 8 bytes an element, not 6: one would spill, or its 56 to 60 instructions take longer than theirs
+        return None  # two kernels, at 8 bytes an element for 6: one would spill, or its 56 to 60 instructions take longer than theirs
     if heads_only:
         inner, warps, P, C = 0, 4, ch, d // n_head
         CW = W = min(C & -C, 128)
@@ -625,7 +625,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         each = (4 if M * P <= 12 else 2) if kind in ("grads", "backward") else 8 if bits == 16 and M * P <= 16 else 4  # of a tile
         if M * P > (16 if kind == "backward" else 32):  # up to 64 heads: with more it would spill, and take minutes to compile
             each //= 2
-        if kind == "norm":  # for up to 32 heads, at most 32 numbers a thread
+        if kind == "norm":  # at most 32 numbers a thread, up to 32 heads
             each = 2 if M * P <= 16 else 1
             warps = max(1, W // (32 * each))
         elif kind == "norm backward":
@@ -634,7 +634,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
         inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # a thread's numbers: of a tile, of all
-        if kind == "few" and M > 1 and d <= 2560:  # over 4 warps each of M narrow tiles takes up to four barriers: 47 at d = 768
+        if kind == "few" and M > 1 and d <= 2560:  # across warps each of M narrow tiles would take up to four barriers: 47 at d = 768
             warps = 1
         if kind in ("grads", "backward"):  # a thread has three such sets, or four; in 16 bits a row takes one or two warps up to d = 3072
             numbers = 32 if bits == 32 or d <= 1024 else 48
@@ -645,12 +645,12 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         elif kind == "norm backward":  # six sets; with M tiles, M numbers at least, one of each
             warps, numbers = 4 if d <= 3072 else 8, max(24, M)
         elif bits == 16 and "few" not in kind and d > 1024:
-            each, numbers = 8, 128 if d <= 8192 else 64  # the more in one thread, the fewer shuffles; wider rows would spill
+            each, numbers = 8, 128 if d <= 8192 else 64  # the more stand in one thread, the fewer shuffles; above, they would spill
         R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
         R = 1 << (R.bit_length() - 1)
         W = min(A * C, max(A, each * 32 * warps // R))
-        if bits == 16 and kind == "forward" and A * C >= 64 and d <= 1024:  # wider, one program fills a multiprocessor's registers
-            inner, R, W = 2, 16, 64  # each thread loads 16 bytes at once
+        if bits == 16 and kind == "forward" and A * C >= 64 and d <= 1024:  # wider: one program fills a multiprocessor's registers
+            inner, R, W = 2, 16, 64  # 16 bytes a thread and load
         P = A * C // W
         C = CW = C // P
     V = min(max(1, R * W // (32 * warps)), 128 // bits, CW & -CW)  # as Triton lays tiles out: what a thread loads at once
@@ -692,7 +692,7 @@ def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_hea
 
 
 @lru_cache(None)
-def _multiprocessors(device):  # in Triton's interpreter as many as an H200 has
+def _multiprocessors(device):  # the interpreter has as many as an H200
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
@@ -747,7 +747,7 @@ def _on_triton(x, n_head, heads_only, kind="forward"):
 @torch.library.custom_op(f"{NAMESPACE}::hadamard", mutates_args=())
 def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | None, pre: torch.Tensor | None, scale: float,
               n_head: int, heads_only: bool) -> torch.Tensor:
-    "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta only with alpha"
+    "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta beside alpha only"
     assert alpha is not None or beta is None, "beta without alpha"
     _check_orders(x.shape[1], n_head, heads_only)
     run = _transform_triton if _on_triton(x, n_head, heads_only) else _transform_torch
@@ -845,7 +845,7 @@ def _save_kept(ctx, inputs, output):
 def _backward_kept(ctx, dy, du):  # y = alpha * scale * u + beta, u = x H
     u, alpha = ctx.saved_tensors
     scale, *heads = ctx.how
-    dx = None if du is None else _hadamard(du.contiguous(), None, None, None, 1.0, *heads)  # a du comes only from second derivatives
+    dx = None if du is None else _hadamard(du.contiguous(), None, None, None, 1.0, *heads)  # only where a derivative is differentiated
     if dy is None:
         return dx, None, None, None, None, None
     dy = dy.to(u.dtype).contiguous()
@@ -869,7 +869,7 @@ _hadamard_grads.register_autograd(_backward_grads, setup_context=_save_grads)
 def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, weight: torch.Tensor,
                    shift: torch.Tensor | None, scale: float, eps: float, rms: bool, n_head: int,
                    heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "-> out (N, d) in residual's dtype, its norm (N, d) in x's, stats (2, N): mean and 1 / deviation of each row"
+    "-> out (N, d) in residual's dtype, its norm (N, d) in x's, mean and 1 / deviation of each row (2, N)"
     _check_orders(x.shape[1], n_head, heads_only)
     run = _norm_triton if _norm_on_triton(x, residual, n_head, heads_only) else _norm_torch
     return run(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only)
@@ -909,7 +909,7 @@ def _norm_backward_torch(x, out, stats, dout, dnormed, alpha, weight, has_shift,
     g = dnormed * weight.to(torch.promote_types(weight.dtype, stats.dtype))                # 16 bits times 16 would round, fp16 overflow
     dy = g - unit * (g * unit).mean(-1, keepdim=True)
     dy = rstd * (dy if rms else dy - g.mean(-1, keepdim=True)) + dout
-    if dstats is not None:  # a gradient of stats comes only from the derivative of this very formula
+    if dstats is not None:  # from the derivative of this very formula
         dmean, drstd = dstats[:, :, None] / out.shape[1]
         dy = dy - unit * rstd ** 2 * drstd + (0 if rms else dmean)
     dx = _hadamard(dy if x.dtype == torch.float16 else dy.to(x.dtype), None, None, alpha, scale, n_head, heads_only).to(x.dtype)
@@ -947,7 +947,7 @@ def _backward_norm(ctx, dout, dnormed, dstats):
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     dnormed = torch.zeros_like(x) if dnormed is None else dnormed.contiguous()
     args = x, out, stats, dout, dnormed, alpha, weight, *ctx.how
-    if torch.is_grad_enabled() or dstats is not None:  # to be differentiated again, or itself the gradient of a derivative
+    if torch.is_grad_enabled() or dstats is not None:  # to be differentiated again, or the gradient of such a derivative
         dx, dy, dalpha, dbeta, dweight, dshift = _norm_backward_torch(*args, dstats)
     else:
         dx, dy, dalpha, dbeta, dweight, dshift = _hadamard_norm_backward(*args)
@@ -1015,7 +1015,7 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
                          f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
     _check_meta("hadamard_affine", x, alpha, beta)
     scale = (n_head if heads_only else d) ** -0.5
-    if alpha.requires_grad and torch.is_grad_enabled() and not x.is_cuda and x.dtype != torch.float16:  # fp16 may not hold x H
+    if alpha.requires_grad and torch.is_grad_enabled() and not x.is_cuda and x.dtype != torch.float16:  # which x H may not fit
         return _hadamard_kept(rows, alpha, beta, scale, n_head, heads_only)[0].view(x.shape)
     return _hadamard(rows, alpha, beta, None, scale, n_head, heads_only).view(x.shape)
 
@@ -1046,11 +1046,11 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
 #
 #     c_t = f_t c_(t-1) + (1 - f_t) z_t          h_t = o_t c_t
 #
-# Backward, with dh_t = dL/dh_t and e_t = f_t dc_t, the gradient that step t passes back to step t - 1:
+# Backward, with dh_t = dL/dh_t and e_t = f_t dc_t, which is what step t hands to step t - 1:
 #
 #     dc_t = o_t dh_t + e_(t+1)    do_t = dh_t c_t    dz_t = (1 - f_t) dc_t    df_t = (c_(t-1) - z_t) dc_t    dc_0 = e_1
 #
-# Beside the inputs both paths keep only the state before every FO_CHUNK-th step: `edges`, (T / FO_CHUNK rounded up, B, H).
+# Besides the inputs both paths keep only the state before every FO_CHUNK-th step: `edges`, (T / FO_CHUNK rounded up, B, H).
 # From these the backward pass recomputes the steps in between. It never inverts the recurrence: c_(t-1) = (c_t - ..) / f_t
 # is lost as soon as f is small. Least traffic for N = B*T*H elements in bf16, gates fused: 8 N bytes forward (3 logits in,
 # h out), 14 N backward (3 logits and dh in, 3 gradients out), and in each 4 N / FO_CHUNK = N / 4 more for the edges.
@@ -1075,7 +1075,7 @@ def _fo_spans(B, T, H):
 
 
 def _fo_gates_torch(scratch, banks, t, act):
-    """Copies steps t to t + n - 1 of the three banks into scratch (3, B, n, H), in the state's dtype; act: activated."""
+    """Steps t, t + 1, .. of the three banks into scratch (3, B, n, H), in the state's dtype, activated if act."""
     for row, bank in zip(scratch, banks):
         row.copy_(bank[:, t:t + row.size(1)])
     if act:
@@ -1099,7 +1099,7 @@ def _fo_forward_torch(z, f, o, c0, act):
     step's rows from B places made the copies, half of the time, twice as slow. Where fp32 tensors of 30 MB and more are
     common, THP_MEM_ALLOC_ENABLE=1 in the environment (PyTorch's huge pages) helps.
 
-    Of K chunks walked side by side, only the first knows the state it starts from. So each starts from 0: its true state
+    Of K > 1 chunks walked side by side, only the first knows the state it starts from. So each starts from 0: its true state
     is c + p * (the state before the chunk), p the product of its f so far. The states before chunks follow one by one.
     """
     B, T, H = z.shape
@@ -1128,7 +1128,7 @@ def _fo_forward_torch(z, f, o, c0, act):
                 torch.addcmul(end[:, k - 1], f_[:, k - 1, -1], start[:, k - 1], out=start[:, k])
             c[:, :, 1:].addcmul_(f_, start[:, :, None])
         last.copy_(end[:, -1])
-        m = -(-L // FO_CHUNK)  # edges a chunk: one, or more where a span is one long chunk
+        m = -(-L // FO_CHUNK)  # edges of a chunk: one, but for a span that is one long chunk
         edges[t // FO_CHUNK:t // FO_CHUNK + K * m].unflatten(0, (K, m)).copy_(c[:, :, :L:FO_CHUNK].permute(1, 2, 0, 3))
         torch.mul(o_, c[:, :, 1:], out=o_)
         h[:, t:t + K * L].copy_(o_.flatten(1, 2))
@@ -1136,7 +1136,7 @@ def _fo_forward_torch(z, f, o, c0, act):
 
 
 def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
-    """Fills dz, df, do (B, T, H), returns dc0 (B, H). Takes the spans in reverse and recomputes each from its edges."""
+    """Fills dz, df, do (B, T, H) and returns dc0 (B, H): the spans in reverse, each redone from its edges."""
     B, T, H = z.shape
     state, spans = edges.dtype, _fo_spans(B, T, H)
     most = max([K * (L + 1) for _, K, L in spans], default=0) * B * H
@@ -1193,8 +1193,8 @@ if triton is not None:
     @triton.jit
     def _fo_sigmoid(x, ACT: tl.constexpr, PTX: tl.constexpr):
         "sigmoid(x) of a logit, if ACT; else x is activated already"
-        # For x below -88 e^-x overflows to inf, and 1 / inf is 0, as it should be. Triton guards exp and division against
-        # denormals, which cannot matter here: that is 8 of its 12 instructions. The same formula in PTX takes 4.
+        # e^-x overflows to inf below -88, and 1 / inf is the right 0. Triton guards exp and division against denormals
+        # that cannot matter here: 8 of the 12 instructions. In PTX the same formula takes 4.
         if not ACT:
             return x
         elif PTX:
@@ -1247,8 +1247,8 @@ if triton is not None:
             c = _fo_compose(c, sum_ptr + row, B * H, segs * B * H, seg, live, U)
         for k in range(0, tl.cdiv(tl.minimum(T - seg * L, L), U)):
             t0 = seg * L + k * U
-            # All loads of a chunk go out first: with one step in flight at a time latency would be the limit, 20 times
-            # below the memory's rate. Steps past T get f = 1, z = 0 and leave c as it is.
+            # One step in flight at a time would be bound by latency, 20 times off the memory's rate: all loads of a
+            # chunk go out first. Steps past T get f = 1, z = 0 and leave c alone.
             zs, fs, os = (), (), ()
             for u in tl.static_range(U):
                 m = t0 + u < end
@@ -1279,7 +1279,7 @@ if triton is not None:
     def _fo_backward_kernel(z_ptr, f_ptr, o_ptr, edge_ptr, dh_ptr, dc_last_ptr, dz_ptr, df_ptr, do_ptr, dc0_ptr,
                             sum_ptr, B, T, H, sb, st, db, dt, L, ACT: tl.constexpr, SUMMARY: tl.constexpr,
                             SEGMENTED: tl.constexpr, PTX: tl.constexpr, U: tl.constexpr, D: tl.constexpr):
-        """The forward kernel in reverse: what it carries is e = f dc, and a segment's map is e -> prod(f) e + part."""
+        """As the forward kernel, in reverse: the carry is e = f dc, a segment's map e -> prod(f) e + part."""
         S: tl.constexpr = edge_ptr.dtype.element_ty
         G: tl.constexpr = dz_ptr.dtype.element_ty
         seg, segs = tl.program_id(1), tl.num_programs(1)
@@ -1314,7 +1314,7 @@ if triton is not None:
                     z, f = _fo_tanh(z, ACT, PTX), _fo_sigmoid(f, ACT, PTX)
                     cs = cs + (c,)
                     c = f * c + (1 - f) * z
-            # f and z are computed as above once more; the compiler sees that they are the same and reuses the first
+            # f and z are written out a second time below; the compiler sees that they are the same and keeps the first
             for u in tl.static_range(U - 1, -1, -1):
                 f = _fo_sigmoid(fs[u].to(S), ACT, PTX)
                 dc = e
@@ -1361,7 +1361,7 @@ if triton is not None:
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
             z, f, o = z.contiguous(), f.contiguous(), o.contiguous()
-        T = max(T, 1)  # T = 0 is one segment, too: c_last = c0 has to be written
+        T = max(T, 1)  # no steps are one segment, too: c_last = c0 has to be written
         segments = 1 if B * H >= 32768 else min(128, triton.cdiv(131072, B * H), triton.cdiv(T, 4 * FO_CHUNK))
         length = triton.cdiv(triton.cdiv(T, segments), FO_CHUNK) * FO_CHUNK
         segments = triton.cdiv(T, length)  # rounding length up can leave fewer
