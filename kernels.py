@@ -631,11 +631,13 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         elif kind == "norm backward":
             each = 1
         R = 1 if "few" in kind else max(1, each * 32 * warps // W)
+        if "few" in kind:  # more would do a narrow tile's work twice
+            warps = max(1, W // 32)
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
         inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # a thread's numbers: of a tile, of all
-        if kind == "few" and M > 1 and d <= 2560:  # across warps each of M narrow tiles would take up to four barriers: 47 at d = 768
-            warps = 1
+        if "few" in kind and M > 1 and d <= (2560 if kind == "few" else 1536):  # across warps each of M narrow tiles would take up to four
+            warps = 1                                                           # barriers, 47 at d = 768; the norm at 2560 would spill
         if kind in ("grads", "backward"):  # a thread has three such sets, or four; in 16 bits a row takes one or two warps up to d = 3072
             numbers = 32 if bits == 32 or d <= 1024 else 48
             if bits == 16:

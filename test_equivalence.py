@@ -5292,8 +5292,8 @@ HADAMARD_CODE = [  # most instructions an element (gradients: in the loop), a li
     (39, "norm", 90, "bf16", 1536, 16, True), (33, "norm", 80, "bf16", 1536, 16, True, "fp32"), (36, "norm", 100, "bf16", 1536, 16, True),
     *((66, "norm backward", sm, "bf16", 1536, 16, True) for sm in (80, 90, 100)), (62, "norm backward", 90, "bf16", 1536, 16, True, "fp32"),
     # few rows; RMSNorm
-    *((most, kind, sm, "bf16", 768, 12, only) for sm in (80, 100) for most, kind, only in ((27, "few", False), (96, "norm few", True))),
-    (138, "norm few", 90, "bf16", 768, 12, False), (36, "norm", 90, "bf16", 768, 12, False, "", "RMS"),
+    *((most, kind, sm, "bf16", 768, 12, only) for sm in (80, 100) for most, kind, only in ((27, "few", False), (38, "norm few", True))),
+    (42, "norm few", 90, "bf16", 768, 12, False), (36, "norm", 90, "bf16", 768, 12, False, "", "RMS"),
     (46, "norm backward", 90, "bf16", 1024, 16, True, "fp32", "RMS"), (68, "norm backward", 100, "bf16", 2048, 16, False, "", "RMS"),
 ]
 POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((160, "pool"), (248, "pool backward"))  # most registers
