@@ -33,6 +33,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from dataclasses import asdict
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -1106,6 +1107,7 @@ def bench_decode(args):
 def generate_rows(args, m, copy):
     "Time a byte of SHAQ's greedy generate() with a full memory, 5,000 bytes; on a CPU 256 wide, and after 512 bytes"
     n = 5000 if args.gpu else 512
+    warnings.filterwarnings("ignore", "RNN module weights")  # PyTorch lays them side by side for cuDNN, but in bf16 it only advises to
     work, models = {}, {}
     for preset in args.presets:
         torch.manual_seed(0)
@@ -1139,8 +1141,8 @@ def generate_rows(args, m, copy):
     ("models", dict(type=listed(str, ["gpt", "book", "shaq"]), default="gpt,book,shaq", help="which of the papers")),
     ("presets", dict(type=listed(str, SHAQ_PRESETS), help="of SHAQ",
                      default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq")),
-    ("set", dict(default="", action=Joined, help="name=value,.. for the GPTs (without it, on a CPU, the two books are 4 layers of 256), "
-                                                 "or, with --models=shaq, for SHAQ")),
+    ("set", dict(action=Joined, help="name=value,.. for the GPTs (without it, on a CPU, the two books are 4 layers of 256), "
+                                     "or, with --models=shaq, for SHAQ")),
     ("shaq_set", dict(default="", action=Joined, help="the same for SHAQ")),
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile")),
     ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed")),
@@ -1150,7 +1152,7 @@ def bench_train(args):
     m = start(args)
     peak, source = peak_flops(m)
     alone = args.models == ["shaq"]
-    common, shaq = settings("shaq" if alone else "gpt", args.set, "--set"), settings("shaq", args.shaq_set, "--shaq_set")
+    common, shaq = settings("shaq" if alone else "gpt", args.set or "", "--set"), settings("shaq", args.shaq_set, "--shaq_set")
     shaq = (common if alone else {}) | shaq
     if own := {"size", "attn", "attn_out"} & set(common) | {"preset"} & set(shaq):
         die(f"train chooses {', '.join(sorted(own))} itself: drop it from --set or --shaq_set, and name what to time in --sizes, --presets")
@@ -1160,7 +1162,7 @@ def bench_train(args):
                    for s in args.sizes]
     if "book" in args.models:
         # a book's recipe names fp32; here it runs in the precision of the table. Four heads keep [2]'s head width in the smaller model.
-        book = ({} if args.gpu or args.set else dict(n_layer=4, n_embd=256, n_head=4)) | common
+        book = ({} if args.gpu or args.set is not None else dict(n_layer=4, n_embd=256, n_head=4)) | common
         one_head = dict(size="dva_book") | {k: v for k, v in book.items() if k != "n_head"}
         groups.append(("gpt", 50257, {"gpt2_book": dict(size="gpt2_book") | book, "dva_book": one_head,
                                       "dva_book, outer form": one_head | dict(attn="dva_outer")}))
@@ -1258,7 +1260,7 @@ def loss_against_compute(runs):
     ("variants", dict(type=listed(str, OUTS), default="dense,hadamard", help="of attn_out; the first is the baseline")),
     ("lr", dict(type=listed(number(float, 0)), help="learning rates, each falling to a tenth: of each size and variant the best counts "
                 f"(default {'2e-3,4e-3,8e-3' if gpu else '8e-3,16e-3,32e-3'}; for sizes by name their recipe's)")),
-    ("set", dict(default="", action=Joined, help="name=value,.. for all (without it, on a CPU: batches of 2048 tokens, T 128)")),
+    ("set", dict(action=Joined, help="name=value,.. for all (without it, on a CPU: batches of 2048 tokens, T 128)")),
     ("tokens_per_param", dict(type=number(float, 0), default=20.0, help="of the baseline; compute-optimal: 20")),
     ("seeds", dict(type=number(int, 1), default=1, help="how many")),
     ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
@@ -1269,7 +1271,7 @@ def bench_scaling(args):
     of one seed share data and initial values, so differences are paired)."""
     m = start(args)
     small = "" if args.gpu else "block_size=128,batch_tokens=2048,eval_tokens=65536"
-    common = settings("gpt", args.set or small, "--set")
+    common = settings("gpt", small if args.set is None else args.set, "--set")
     if own := {"size", "n_layer", "n_embd", "attn_out", "max_steps", "lr", "min_lr"} & set(common):
         die(f"scaling chooses {', '.join(sorted(own))} itself: drop it from --set, and name shapes in --sizes, projections in --variants, "
             "rates in --lr")

@@ -4630,7 +4630,7 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
                  "mean_mem | 1,000 | 450 | 2,500 ± 625 | 12,315 | 150 | 0.01 times | 10.5% | 3,006",
                  "mean_mem against ffn | 1.15 | 0.67 | -0.48 | +50.0%"):
         assert f"| {line} |\n" in printed, line
-    for given, dense, dva in ((["--set=", "--set="], dict(n_layer=4, n_embd=256, n_head=4), dict(n_layer=4, n_embd=256)),
+    for given, dense, dva in (([], dict(n_layer=4, n_embd=256, n_head=4), dict(n_layer=4, n_embd=256)), (["--set=", "--set="], {}, {}),
                               (["--set=n_head=2,n_layer=3"], dict(n_head=2, n_layer=3), dict(n_layer=3))):
         made.clear()
         rows = bench_run(tmp_path, "train", "--models=book", "--rounds=2", *given)
@@ -4885,10 +4885,10 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     monkeypatch.setattr(bench, "load_dataset", lambda *a: None)
     monkeypatch.setattr(bench, "Trainer", lambda kind, typed, *a: made.append(typed) or SimpleNamespace(steps=1))
 
-    def compared(*argv):
+    def compared(*argv, what="compare"):
         made.clear()
         with pytest.raises(AttributeError):  # of the stand-in, where the first run begins, with the baseline once more
-            bench.main(["compare", *argv, *CPU])
+            bench.main([what, *argv, *CPU])
         return made[:-1]
 
     assert [(t["attn_out"], t["n_embd"], t["max_steps"]) for t in compared()] == [(out, 64, 100) for out in bench.OUTS]
@@ -4896,6 +4896,9 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     assert compared("--model=shaq", "--set=", "--variant=", "--variant=lr=1") == [{}, dict(lr=1)]
     assert compared("--set=", "--set=lr=2,n_layer=3", "--set=", "--variant=", "--variant=lr=1") == [
         dict(lr=2, n_layer=3), dict(lr=1, n_layer=3)]
+    for given, batch in ((), 2048), (("--set=",), None):  # named and empty is no setting; not named, a CPU's
+        compared(*given, what="scaling")
+        assert made[0].get("batch_tokens") == batch
 
 
 def test_bench_records_are_one_commands_last_run_and_survive_a_line_cut_short(tmp_path):
