@@ -1,7 +1,7 @@
 """
 Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value Attention.
 
-    python train_gpt.py --attn_out=hadamard                               # a laptop: nano, Python sources, 3 minutes
+    python train_gpt.py --attn_out=hadamard                               # without a GPU: nano, Python sources, 3 minutes
     torchrun --nproc_per_node=8 train_gpt.py --attn_out=hadamard --dataset=fineweb10B     # 8 GPUs: tiny, the paper's recipe
     python train_gpt.py --resume                                          # go on where out/gpt/ckpt.pt left off
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "                # sample from it

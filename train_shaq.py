@@ -1,7 +1,7 @@
 """
 Train SHA-RNN, any of its ablations, or SHAQ, on parallel streams of text read in order.
 
-    python train_shaq.py                                       # a laptop: a small shaq, Python sources, 3 minutes
+    python train_shaq.py                                       # without a GPU: a small shaq, Python sources, 3 minutes
     python train_shaq.py --preset=sharnn                       # the baseline in the same size; every ablation is a preset
     python train_shaq.py --preset=shaq --dataset=enwik8        # the paper's run, for a GPU
     python train_shaq.py --resume                              # go on where out/shaq/ckpt.pt left off
