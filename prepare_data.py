@@ -71,8 +71,9 @@ def one_line():
         die(e)
 
 
-def run(main, again=""):
-    """Call main(); Ctrl-C, a full disk, a folder that is not writable and the like end in one line, not a traceback."""
+def run(main, again="", memory="a smaller model, batch, window or file"):
+    """Call main(); Ctrl-C, a full disk, a folder that is not writable and the like end in one line, not a traceback. again: what to do after
+    an interruption, memory: what to take where that does not suffice."""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None where it was closed
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a sample may hold characters that the terminal has not
@@ -93,7 +94,7 @@ def run(main, again=""):
         too_much = "out of memory|can't allocate memory|can't start new thread|calculation overflowed"
         if not isinstance(e, MemoryError) and not re.search(too_much, str(e)):
             raise
-        die(f"out of memory: take a smaller model, batch, window or file ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
+        die(f"out of memory: take {memory} ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
     except OSError as e:
         advice = {**dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space and type the same command again"),
                   errno.EACCES: "; choose what you may read, and write to", errno.EROFS: "; choose a place you may write to",

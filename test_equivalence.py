@@ -3830,6 +3830,10 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
     for number in (errno.ENOSPC, errno.EDQUOT):  # a cluster's disk is full where one's own share of it is
         fails(capsys, ends(OSError(number, os.strerror(number), "x/y")), "x/y: ", "; free some space")
     fails(capsys, ends(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")), "out of memory: take a smaller", "2.00 GiB")
+    fails(capsys, lambda: pd.run(lambda: [0] * 2**62, memory="a smaller --n"), "out of memory: take a smaller --n (MemoryError)")
+    for script in (train_gpt, train_shaq):  # they name flags that they have
+        flags = re.findall(r"--\w+", Path(script.__file__).read_text().rpartition("run(main, memory=")[2])
+        assert len(script.parse([f"{flag}={'nano' if flag == '--size' else 8}" for flag in flags])) == len(flags) >= 3
     fails(capsys, ends(RuntimeError("InvalidCxxCompiler: No working C++ compiler found")), "install g++", "--compile=0")
     fails(capsys, ends(RuntimeError("Failed to find C compiler. Please specify via CC")), "install gcc", "--compile=0")
     fails(capsys, ends(TritonMissing(None)), "wants Triton", "--compile=0")

@@ -343,4 +343,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, memory="a smaller --micro_batch, which changes no loss, then a smaller --size or --block_size")

@@ -402,4 +402,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, memory="a smaller --bptt, --batch, --mem_len or --n_embd")
