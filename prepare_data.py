@@ -344,8 +344,8 @@ def unchanged(typed, stored, free):
     """Die if a flag typed on --resume differs from the checkpoint's setting, unless it is one of those that are free to change."""
     for name, value in typed.items():
         if name in stored and name not in free and stored[name] != value:
-            die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; "
-                "drop the flag, or start anew without --resume in another --out_dir")
+            die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; " + "--max_steps=N goes on to step N, " * (
+                name == "max_minutes") + "drop the flag, or start anew without --resume in another --out_dir")
 
 
 def shorten(s, asked, step, pace, say):

@@ -1848,6 +1848,7 @@ def test_train_settings_are_the_papers(monkeypatch):
         assert settled(train_gpt, keys, size=size) == wanted
     keys = "batch_tokens lr min_lr warmup_steps max_steps eval_interval eval_tokens"
     assert settled(train_gpt, keys, size="nano") == [2048, 1e-3, 5e-5, 50, 1000, 250, 2**16]  # ours
+    assert [settled(train_gpt, "min_lr", size="nano", **typed) for typed in (dict(lr=1e-5), dict(lr=1e-5, min_lr=2e-5))] == [[1e-5], [2e-5]]
     keys = "attn_layers optimizer lr warmup_steps weight_decay grad_clip epochs schedule batch bptt mem_len dropout max_minutes seed"
     wanted = [(2,), "lamb", 2e-3, 800, 1.2e-6, 0.25, 32, "constant", 16, 1024, 5000, 0.1, 0.0, 1337]
     assert settled(train_shaq, keys, preset="attn2") == wanted
@@ -3124,7 +3125,7 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     one_line(train_shaq_here("--eval_tokens=10"), "--eval_tokens")
     assert not torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["step"]  # still there: what cannot run takes no other's place
     one_line(train_shaq_here("--resume", "--n_embd=32"), "n_embd", "checkpoint")
-    one_line(train_shaq_here("--resume", "--max_minutes=9"), "max_minutes", "checkpoint")  # the schedule hangs on it
+    one_line(train_shaq_here("--resume", "--max_minutes=9"), "max_minutes", "checkpoint", "--max_steps=N goes on")  # the schedule hangs on it
     one_line(train_shaq_here("--attn_layers=x"), "--attn_layers", "invalid N[,N] value: 'x'", status=2)
     assert train_shaq.blocks("4,2") == (2, 4)
     with monkeypatch.context() as patch:

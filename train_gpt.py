@@ -72,7 +72,7 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--max_minutes", type=number(float, 0),
         help="if max_steps would take longer at the pace so far, take fewer; 0: never (default 3 for nano, else 0)")
     add("--lr", type=number(float, 0), help="peak learning rate (default by size: 1e-3 for nano, 6e-4 for tiny)")
-    add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10; nano 5e-5)")
+    add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10; nano 5e-5, at most lr)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
     add("--warmup_steps", type=number(int, 0), help="linear warm-up (default 1 in 50 steps, 50 for nano)")
     add("--weight_decay", type=number(float, 0), help="of matrices (default 0.1)")
@@ -99,6 +99,8 @@ def settle(typed, stored, m):
     unchanged(typed, stored, FREE)
     size = (stored | typed).get("size", s["size"])
     s |= RECIPES.get(size, RECIPES["large"]) | stored | typed
+    if "min_lr" in s and "min_lr" not in typed:
+        s["min_lr"] = min(s["min_lr"], s["lr"])  # nano's could be above a low --lr: the cosine would climb
     s["paced"] |= stored.get("max_steps") not in (None, s.get("max_steps"))  # a max_steps typed on --resume: not cut to max_minutes
     model = {f.name: s[f.name] for f in fields(GPTConfig) if f.name in s}
     return s, SIZES[s["size"]] | model
