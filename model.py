@@ -1383,8 +1383,9 @@ PEAK = {  # dense bf16 FLOP/s with fp32 accumulation, from the makers' data shee
 def peak_flops(m):
     "-> (FLOP/s, where the figure is from): the data sheet's for a known GPU in bf16, else a matrix product measured here and now"
     if m.device.type == "cuda" and m.dtype == torch.bfloat16:
+        words = f" {torch.cuda.get_device_name(m.device)} ".replace("-", " ")
         for name, peak in PEAK.items():
-            if f" {name} " in f" {torch.cuda.get_device_name(m.device)} ".replace("-", " "):
+            if f" {name} " in words and not re.search(" (MIG|Laptop|Ti|D) ", words):  # a slice of that GPU, or another that has its name
                 return peak, f"{name} data sheet"
     n, times = (1024, 1) if m.device.type == "cpu" else (4096, 20)  # a GPU does one in less time than it takes to ask for the result
     return product_rate(m.device, m.dtype, n, times), f"a {n}^3 product measured at the start"

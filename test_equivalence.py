@@ -1185,6 +1185,9 @@ def test_peak_flops_knows_cards_by_whole_words(monkeypatch):
         assert model_py.peak_flops(model_py.Machine(torch.device("cuda"), torch.bfloat16, 0, 1, ""))[0] == peak * 1e12
     monkeypatch.setattr(torch, "randn", lambda *s, device, dtype: torch.ones(2, 2))
     monkeypatch.setattr(model_py, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # a second at each look
+    for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"):  # other cards
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert model_py.peak_flops(model_py.Machine(torch.device("cuda"), torch.bfloat16, 0, 1, ""))[0] == 20 * 2 * 4096 ** 3
     for device, dtype, n, times in (("cpu", torch.bfloat16, 1024, 1), ("cuda", torch.float32, 4096, 20)):
         assert model_py.peak_flops(model_py.Machine(torch.device(device), dtype, 0, 1, ""))[0] == times * 2 * n ** 3
 
