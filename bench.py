@@ -25,7 +25,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -47,7 +46,7 @@ import train_gpt
 import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_norm_is_fused, hadamard_path, qrnn_pool
 from model import (GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, clip_, detach_state,
-                   load_checkpoint, lr_at, machine, model_of, peak_flops)
+                   load_checkpoint, lr_at, machine, model_of, peak_flops, processor)
 from prepare_data import (Parser, die, encode, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
 
 # -----------------------------------------------------------------------------
@@ -139,7 +138,7 @@ def on_gpu(argv):
 
 def hardware(m):
     "The device, for a table's caption"
-    name, dtype = platform.processor() or platform.machine(), str(m.dtype).removeprefix("torch.")
+    name, dtype = processor(), str(m.dtype).removeprefix("torch.")
     if m.device.type == "cuda":
         name = torch.cuda.get_device_name(m.device)
         if m.dtype == torch.float32 and torch.cuda.is_bf16_supported(including_emulation=False):  # a GPU that has TF32, too
@@ -147,8 +146,6 @@ def hardware(m):
     elif m.device.type == "mps":
         name += " (mps)"
     else:
-        with contextlib.suppress(FileNotFoundError), open("/proc/cpuinfo") as f:  # Linux
-            name = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), name)
         name += f", threads: {torch.get_num_threads()}"
     return f"{name}, {dtype}, torch {torch.__version__}"
 

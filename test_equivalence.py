@@ -1546,7 +1546,8 @@ def test_run_learning_rate_schedule():
 
 def test_run_machine_says_what_it_chose(monkeypatch):
     m = machine("cpu", "float32")
-    assert (m.device.type, m.dtype, m.rank, m.world) == ("cpu", torch.float32, 0, 1) and "as asked" in m.note and "threads" in m.note
+    assert (m.device.type, m.dtype, m.rank, m.world) == ("cpu", torch.float32, 0, 1) and "as asked" in m.note
+    assert f"{model_py.processor()}, threads: " in m.note and model_py.processor()
     for rate in (2.3, 0.6):  # bfloat16 only where it is there and faster
         monkeypatch.setattr(model_py, "product_rate", lambda device, dtype, n: rate if dtype == torch.bfloat16 else 1.0)
         auto = machine("cpu")
