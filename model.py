@@ -1354,7 +1354,7 @@ def machine(device="auto", dtype="auto"):
         from torch.distributed.nn import functional  # noqa: F401
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))  # all wait for a save
     if dtype != "auto":
-        m.note += f"; {dtype}, as asked" + (", its products in TF32" if device.type == "cuda" and dtype == "float32" and has_bf16 else "")
+        m.note += f"; {dtype}, as set" + (", its products in TF32" if device.type == "cuda" and dtype == "float32" and has_bf16 else "")
     else:
         faster, why = has_bf16, "" if has_bf16 else ", as there are no bfloat16 instructions"
         if has_bf16 and device.type == "cpu":  # where a virtual machine hides the matrix units, a product in bf16 takes twice fp32's time

@@ -1836,8 +1836,8 @@ def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path):
 
 def test_train_settings_are_the_papers(monkeypatch):
     "What no typed flag changes: [1, table 2]'s, the book's [2] and SHA-RNN's [3], and nano's; a preset is taken"
-    def settled(script, keys, **typed):
-        s, c = script.settle(typed, {}, SimpleNamespace(device=torch.device("cuda")))
+    def settled(script, keys, stored={}, **typed):
+        s, c = script.settle(typed, stored, SimpleNamespace(device=torch.device("cuda")))
         return [(s | c)[k] for k in keys.split()]
 
     keys = "batch_tokens lr n_head betas weight_decay decay grad_clip schedule eval_windows eval_tokens max_minutes seed"
@@ -1852,7 +1852,9 @@ def test_train_settings_are_the_papers(monkeypatch):
         assert settled(train_gpt, keys, size=size) == wanted
     keys = "batch_tokens lr min_lr warmup_steps max_steps eval_interval eval_tokens"
     assert settled(train_gpt, keys, size="nano") == [2048, 1e-3, 5e-5, 50, 1000, 250, 2**16]  # ours
-    assert [settled(train_gpt, "min_lr", size="nano", **typed) for typed in (dict(lr=1e-5), dict(lr=1e-5, min_lr=2e-5))] == [[1e-5], [2e-5]]
+    climbs = dict(lr=1e-5, min_lr=2e-5)  # only if typed, and then when resumed, too
+    assert [settled(train_gpt, "min_lr", size="nano", **typed) for typed in (dict(lr=1e-5), climbs, dict(stored=climbs))] == [
+        [1e-5], [2e-5], [2e-5]]
     keys = "attn_layers optimizer lr warmup_steps weight_decay grad_clip epochs schedule batch bptt mem_len dropout max_minutes seed"
     wanted = [(2,), "lamb", 2e-3, 800, 1.2e-6, 0.25, 32, "constant", 16, 1024, 5000, 0.1, 0.0, 1337]
     assert settled(train_shaq, keys, preset="attn2") == wanted
@@ -2057,7 +2059,7 @@ def test_train_dtype_is_that_of_training_and_evaluation_and_stays(train, train_s
         high, low = (losses(ended(run("--max_steps=1", f"--dtype={dtype}", out=kind + dtype))[3]) for dtype in ("float32", "bfloat16"))
         assert all(a[0] != b[0] for a, b in zip(low, high))  # the same weights, batch and dropout
         log = ended(run("--resume", "--max_steps=2", out=kind + "bfloat16"))[3]
-        assert ["bfloat16, as asked" in r["machine"] for r in log if "machine" in r] == [True] * 2
+        assert ["bfloat16, as set" in r["machine"] for r in log if "machine" in r] == [True] * 2
 
 
 def test_train_seed_draws_the_first_weights():

@@ -99,7 +99,7 @@ def settle(typed, stored, m):
     unchanged(typed, stored, FREE)
     size = (stored | typed).get("size", s["size"])
     s |= RECIPES.get(size, RECIPES["large"]) | stored | typed
-    if "min_lr" in s and "min_lr" not in typed:
+    if "min_lr" in s and "min_lr" not in stored | typed:
         s["min_lr"] = min(s["min_lr"], s["lr"])  # nano's could be above a low --lr: the cosine would climb
     s["paced"] |= stored.get("max_steps") not in (None, s.get("max_steps"))  # a max_steps typed on --resume: not cut to max_minutes
     model = {f.name: s[f.name] for f in fields(GPTConfig) if f.name in s}
@@ -246,7 +246,7 @@ def main():
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "
         f"a step: {B} x {T} tokens = {m.world} processes x {accumulate} micro-batches x {micro} sequences")
-    say(f"{s['max_steps']} steps, lr {s['lr']:g}{'' if s['schedule'] == 'constant' else ' -> %g' % s['min_lr']}, "
+    say(f"{s['max_steps']} steps, {s['max_steps'] * B / windows.count:.2g} epochs, lr {s['lr']:g}{'' if s['schedule'] == 'constant' else ' -> %g' % s['min_lr']}, "
         f"{'compiled' if s['compile'] else 'not compiled'}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
 
     def save(step):
