@@ -1261,8 +1261,9 @@ def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
 
 def test_gpt_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
     def head_loss(x, w, targets):
-        m = SimpleNamespace(hidden=lambda *a: x[None], lm_head=lambda x: F.linear(x, w))
-        return GPT.forward(m, targets[None], targets[None])
+        head = nn.Linear(16, 1, bias=False)  # plain: its type alone would take it to HeadLoss
+        head._parameters["weight"] = w
+        return GPT.forward(SimpleNamespace(hidden=lambda *a: x[None], lm_head=head), targets[None], targets[None])
 
     for N, V, size, spread in ((256, 50304, 1.0, 0.02), (4096, 512, 1.0, 1.0), (65536, 512, 0.05, 1.0)):
         x, w, y, results = size * torch.randn(N, 16), spread * torch.randn(V, 16), torch.randint(512, (N,)), []
