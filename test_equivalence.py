@@ -1098,6 +1098,8 @@ def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
     wide = make(scale=3.0, attn=attn, pos=pos, block_size=400)
     y, x = wide.generate(idx[:1, -2:], 300, 0), idx[:1, -2:]  # past one stride of the cache
     assert torch.equal(wide(y[:, :-1])[:, 1:].argmax(-1), y[:, 2:]) and torch.equal(y[:, :2], x)
+    with torch.autocast("cpu", torch.bfloat16):  # the cache stays in fp32
+        assert m.generate(idx, 9).shape == (3, 14)
     fresh = torch.Generator().manual_seed(8)
     assert not torch.equal(m.generate(idx, 40, 1.0, None, fresh), m.generate(idx, 40, 1.0, None, fresh))
     before = fresh.get_state()
