@@ -881,11 +881,12 @@ def test_gpt_of_nanogpts_kind_has_its_parameters_and_its_logits():
 
 def test_gpt_impossible_settings_are_one_line():
     for words, config in ((("attn_out='hadamar'", "dense, hadamard"), dict(attn_out="hadamar")),
-                          (("n_embd=50", "n_head=4"), dict(n_embd=50)), (("n_embd=12", "even"), dict(n_embd=12)),
+                          (("n_embd=50", "n_head=4", "take 48 or 56"), dict(n_embd=50)), (("n_embd=12", "even"), dict(n_embd=12)),
                           (("attn=dva", "attn_out=hadamard"), dict(attn="dva", attn_out="hadamard")),
                           (("init=torch",), dict(init="torch", attn_out="hadamard")),
                           (("92", "88 and 96"), dict(n_embd=92, n_head=2, attn_out="hadamard")),
-                          (("n_head=3", "2 and 4"), dict(n_head=3, attn_out="head_hadamard"))):
+                          (("n_head=3", "2 and 4"), dict(n_head=3, attn_out="head_hadamard")),
+                          *((("of 1 or more",), {name: 0}) for name in NANO)):
         refuses(lambda: GPT(GPTConfig(**{**NANO, **config})), *words)
     for config in (dict(attn_out="dense"), dict(attn_out="head_hadamard"), dict(attn_out="hadamard", n_embd=60, n_head=6)):
         refuses(lambda: fold_hadamard(make(**config)), "fold_hadamard takes")
@@ -2907,7 +2908,8 @@ def test_shaq_impossible_settings_and_states_are_one_line():
     for fields, words in (
         (dict(rnn="gru"), "rnn=gru"), (dict(memory="all"), "memory=all"), (dict(ff="boo"), "ff=boo"), (dict(n_head=3), "n_head=3"),
         (dict(attn_layers=(5,)), "from 1 to n_layer=4"), (dict(attn_layers="2,4"), "from 1 to n_layer=4"), (dict(mem_len=-1), "mem_len=-1"),
-        (dict(memory="mean", mem_len=8, mean_window=8), "mean_window=8"), (dict(dropout=1.0), "dropout=1.0")):
+        (dict(memory="mean", mem_len=8, mean_window=8), "mean_window=8"), (dict(dropout=1.0), "dropout=1.0"), (dict(n_head=0), "n_head=0"),
+        *((dict({name: 0}), "at least 1 each") for name in ("vocab_size", "n_layer", "n_embd", "qrnn_window", "mean_window"))):
         refuses(lambda: SHAQConfig(**fields), words)
     assert SHAQConfig(attn_layers=[4, 2]).attn_layers == (2, 4) and SHAQConfig(attn_layers=2).attn_layers == (2,)
     for preset in ("sharnn", "shaq"):
