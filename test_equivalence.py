@@ -936,6 +936,8 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     x, y = m(idx), folded(idx)
     assert x.std() > 0.1 and (x - y).abs().max() < 1e-6 * max(1, x.abs().max())
     assert folded.config.attn_out == "head_hadamard" and not folded.training
+    with unittest.mock.patch.object(model_py, "hadamard_norm_is_fused", lambda *a: a):  # asked anew, of the heads alone
+        assert fold_hadamard(m).h[0].attn.one_pass == (m.config.n_embd, m.config.n_head, True)
     assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
     assert torch.equal(fold_hadamard(torch.compile(m))(idx), y)
     low = fold_hadamard(m.bfloat16())
