@@ -1595,6 +1595,9 @@ def test_run_processes_share_the_work_by_rank_and_a_machines_gpus_by_local_rank(
     for device in ("cpu", "cuda"):
         m = machine(device, "float32")
         assert (m.rank, m.world, m.device.index) == (5, 8, 1 if device == "cuda" else None) and "8 processes" in m.note
+        assert ("TF32" in m.note) == (device == "cuda")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **kw: False)
+    assert "TF32" not in machine("cuda", "float32").note  # an older GPU has none
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     refuses(lambda: machine("cuda", "float32"), "process 1 of this machine", "has 1 GPUs")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
