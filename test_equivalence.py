@@ -2594,6 +2594,7 @@ def test_shaq_parameter_counts_are_the_papers(preset):
 def test_shaq_flops_per_token_by_hand():
     flops, d = lambda preset, **c: SHAQ(SHAQConfig(**{**TINY, **SHAQ_PRESETS[preset], **c})).flops_per_token(8), 16
     assert flops("shaq", mem_len=20) == 6 * (4 * 6 * d * d + d * d + 11 * d) + 12 * d * 20
+    assert flops("shaq", memory="none", mem_len=20) == 6 * (4 * 6 * d * d + d * d + 11 * d) + 12 * d * 8
     assert flops("sharnn", mem_len=5, attn_layers=(2, 4)) == 6 * (4 * 12 * d * d + 2 * d * d + 11 * d) + 2 * 12 * d * 8
     assert flops("mean_mem", mem_len=20, mean_window=6) == 6 * (4 * 12 * d * d + d * d + 11 * d) + 12 * d * 7
 
