@@ -1187,7 +1187,8 @@ def test_gpt_training_compiles_without_a_graph_break(config):
 
 
 def test_peak_flops_knows_cards_by_whole_words(monkeypatch):
-    for name, peak in (("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 NVL", 836), ("NVIDIA A100-SXM4-80GB", 312),
+    for name, peak in (("NVIDIA H200", 989), ("NVIDIA H200 NVL", 836), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 NVL", 836),
+                       ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312),
                        ("NVIDIA L40", 181), ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA GeForce RTX 4090", 165)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert model_py.peak_flops(model_py.Machine(torch.device("cuda"), torch.bfloat16, 0, 1, ""))[0] == peak * 1e12
