@@ -2203,16 +2203,17 @@ def test_train_full_disk_is_said_and_leaves_nothing_half_written(data_dir, tmp_p
     assert sum("record is lost" in line for line in before) == 1, before
 
 
-def test_sample_without_flags_is_what_help_says(tmp_path, monkeypatch):
+def test_sample_without_flags_is_what_help_says(tmp_path, monkeypatch, capsys):
     os.makedirs(tmp_path / "out/gpt")
     save_model(tmp_path / "out/gpt/ckpt.pt", make(vocab_size=256))
-    asked = unittest.mock.Mock(side_effect=lambda idx, *a, **kw: idx)
+    asked = unittest.mock.Mock(return_value=torch.tensor([[104, 256, 105]]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(GPT, "generate", asked)
     monkeypatch.setattr(sys, "argv", ["model.py"])
     model_py.main()
     (idx, *given), more = asked.call_args
     assert idx.tolist() == [[10]] and given == [500, 0.8, 50] and more["generator"].initial_seed() == 0
+    assert capsys.readouterr().out == "hi\n"  # the first id that stands for no byte is left out
 
 
 def test_sample_bad_input_is_one_line(run_here, tmp_path, monkeypatch):
