@@ -2781,7 +2781,8 @@ def test_shaq_collapse_changes_nothing_but_the_count():
     model = tiny_shaq(attn_layers=(2, 4))
     idx = torch.randint(11, (2, 9))
     before, n = model(idx)[0], sum(model.param_breakdown().values())
-    small = copy.deepcopy(model).collapse()
+    small, plain = copy.deepcopy(model).collapse(), tiny_shaq("shaq")
+    assert plain.collapse() is plain and torch.equal(plain(idx)[0], tiny_shaq("shaq")(idx)[0])  # which has no gates
     assert torch.equal(small.collapse()(idx)[0], before)
     assert n - sum(small.param_breakdown().values()) == 2 * (2 * 16 * 16 + 2 * 16)
 
