@@ -842,6 +842,7 @@ def test_gpt_every_variant_starts_at_ln_vocabulary_and_learns_in_every_parameter
         decayed = {n for n, p in m.named_parameters() if any(p is q for q in groups[0]["params"])}
         assert decayed == {n for n, p in m.named_parameters() if p.dim() == 2}
         assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+        assert [len(g["params"]) for g in param_groups(m, 0.1, "all")] == [len(ids), 0]
 
 
 def test_gpt_dropout_is_off_in_eval_and_on_in_training(monkeypatch):
