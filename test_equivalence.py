@@ -3282,6 +3282,7 @@ def test_shaq_lstm_takes_16_bit_state_and_stays_fp32_on_a_gpu():
     torch.testing.assert_close(block.lstm(x.float(), state), wanted)  # a run that began in bf16 goes on in fp32
     with torch.autocast("cpu", torch.bfloat16):
         assert block.lstm(x, state)[0].dtype == torch.bfloat16
+        torch.testing.assert_close(block.lstm(x[:, :1], state)[0], wanted[0][:, :1])  # one byte is read in fp32
     mine = block.lstm(x.as_subclass(Cuda), state)
     torch.testing.assert_close(tuple(t.as_subclass(torch.Tensor) for t in (mine[0], *mine[1])), (wanted[0], *wanted[1]))
 
