@@ -1778,6 +1778,7 @@ def test_train_clips_beside_frozen_parameters_and_evaluation_leaves_each_mode():
     assert norm == pytest.approx(torch.cat([g.flatten() for g in grads]).norm().item(), rel=1e-5)
     clipped = torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]).norm().item()
     assert len(grads) < len(list(m.parameters())) and clipped == pytest.approx(1e-3, rel=1e-5)
+    assert model_py.clip_(m, 0) == pytest.approx(1e-3, rel=1e-5)
     p = nn.Parameter(torch.ones(3, device="meta"))  # a device for which PyTorch has no foreach, as Apple's
     p.grad = torch.ones_like(p)
     assert model_py.clip_(nn.ParameterList([p]), 1e-3).is_meta
