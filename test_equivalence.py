@@ -1792,6 +1792,7 @@ def test_train_clips_beside_frozen_parameters_and_evaluation_leaves_each_mode():
 
 def test_train_reads_every_window_once_an_epoch_in_another_order():
     assert [train_gpt.Windows(np.arange(n), 8, 1, 1).count for n in (128, 129)] == [15, 16]  # the last token is only a target
+    assert train_gpt.Windows(np.arange(129), 8, 16, 1)(5, slice(None))[0].numel() == 128  # a step may take a whole epoch
     windows = train_gpt.Windows(np.arange(129), 8, 4, 1)  # 16 windows, 4 steps an epoch
     epochs = [[windows(4 * e + i, slice(None))[0][:, 0].tolist() for i in range(4)] for e in range(3)]
     assert all(sorted(sum(e, [])) == list(range(0, 128, 8)) for e in epochs) and epochs[0] != epochs[1] != epochs[2] != epochs[0]
@@ -1824,18 +1825,22 @@ def test_train_logs_what_it_says(train, tmp_path, data_dir, monkeypatch):
     monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: setattr(m, "net", model if records(tmp_path / "out") else None))
     seeds, real = [], torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda n: seeds.append(n) or real(n))
+    monkeypatch.setattr(train_gpt, "hadamard_path", lambda d, device, *how: f"{d}, {how}")
     _, said, _, (first, *log) = train("--size=tiny", "--lr=0.02", f"--data_dir={tmp_path}")
+    assert first["machine"].endswith("; transform: 32, (2, False)") and f"{first['machine']}\n" in said  # heads of 16
     flops = GPT(GPTConfig(**first["config"])).flops_per_token()
     assert [r["lr"] for r in log if "lr" in r] == pytest.approx([lr_at(i, 0.02, 0.002, 2, 6) for i in range(6)])
     for r in log:
         if "loss" in r:
             assert r["tokens_per_s"] * r["ms"] == pytest.approx(256e3) and r["mfu"] * 1e9 == pytest.approx(r["tokens_per_s"] * flops)
-            assert f"  loss {r['loss']:.4f}  lr {r['lr']:.2e}  norm {r['norm']:.2f}  " in said
+            assert (f"  loss {r['loss']:.4f}  lr {r['lr']:.2e}  norm {r['norm']:.2f}  {r['ms']:.0f} ms  {r['tokens_per_s']:,.0f} tokens/s  "
+                    f"MFU {r['mfu']:.1%}  {pd.duration(r['seconds_left'])} left\n") in said
         else:
             assert r["bits_per_byte"] == pytest.approx(r["val_loss"] / math.log(2) / 3)
             assert r["perplexity"] == pytest.approx(math.exp(r["val_loss"]))
             assert f"{r['val_loss']:.4f} nats per byte, perplexity {r['perplexity']:.2f}, {r['bits_per_byte']:.4f} bits per byte" in said
-    other = train("--seed=2", "--min_lr=0.004", out="other")[3]
+    other = train("--seed=2", "--min_lr=0.004", "--attn_out=head_hadamard", out="other")[3]
+    assert other[0]["machine"].endswith("; transform: 32, (2, True)")
     assert [r["lr"] for r in other if "lr" in r] == pytest.approx([lr_at(i, 0.01, 0.004, 2, 6) for i in range(6)])
     assert len(set(seeds)) == len(seeds) == 2 * 7
 
@@ -1912,9 +1917,11 @@ def test_train_length_and_intervals_hang_on_the_model(train, monkeypatch):
 
 def test_train_on_gpt2_tokens_pads_the_vocabulary_and_prints_none_of_the_padding(train, toy, tmp_path, monkeypatch):
     pd.prepare(str(tmp_path / "x"), "x", "gpt2", b"some text " * 99, "")
-    monkeypatch.setattr(GPT, "generate", lambda *a: torch.tensor([[97, 50303, 98]]))
+    asked = []
+    monkeypatch.setattr(GPT, "generate", lambda *a: asked.append(a) or torch.tensor([[97, 50303, 98]]))
     status, out, err, log = train("--dataset=x", f"--data_dir={tmp_path}", "--max_steps=0")
-    assert status == 0 and log[0]["config"]["vocab_size"] == 50304 and "sample:ab\n" in out
+    assert status == 0 and log[0]["config"]["vocab_size"] == 50304 and "sample:ab\n" in out and " nats per token, " in out
+    assert (asked[0][1].tolist(), *asked[0][2:5], asked[0][5].initial_seed()) == ([[10]], 4 * 32, 0.8, 50, 1)
     monkeypatch.setattr(pd, "gpt2", lambda: pd.die("no tiktoken"))  # as on a cluster's node: it costs the sample, not the run
     result = train("--dataset=x", f"--data_dir={tmp_path}", "--max_steps=0", out="other")
     one_line(result, "no tiktoken", status=0)
@@ -1989,6 +1996,8 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far(train, tmp_p
         assert train(*flags, out="parts")[0] == 130  # at step 23: it was not yet decided
     shutil.copytree(tmp_path / "parts", tmp_path / "more")
     assert "will do" not in train("--resume", "--max_steps=99", out="more")[1]  # steps typed are all taken
+    ticks = itertools.chain(range(0, 400, 100), itertools.count(301))  # a resumed run warms up, too
+    monkeypatch.setattr(train_gpt, "time", SimpleNamespace(perf_counter=ticks.__next__))
     resumed = train(*flags, "--resume", out="parts")
     assert resumed[0] == 0 and "will do for 60 steps here" in resumed[1] and max(losses(resumed[3])[0]) == 59
     assert "will do" not in train(*flags, "--resume", "--max_steps=70", out="parts")[1]  # not again
@@ -2071,9 +2080,12 @@ def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp
     before = path.read_bytes()
     one_line(train("--resume", "--eval_interval=100", "--max_steps=9"), "step ", "Lower --lr", "ckpt.pt stays as it was")
     one_line(train("--resume", "--eval_interval=1", "--max_steps=9"), "step 4: validation loss", "ckpt.pt stays as it was")
+    with monkeypatch.context() as patch:  # of a loss that is
+        patch.setattr(train_gpt, "clip_", lambda *a: torch.tensor(math.inf))
+        one_line(train("--resume", "--max_steps=9"), "step 3: loss ", "gradient norm inf")
     assert path.read_bytes() == before  # the evaluation does not save it
     one_line(train("--lr=1e30", "--warmup_steps=0", "--eval_interval=100"), "step ", "no checkpoint yet")
-    assert not path.exists() and (tmp_path / "out/ckpt.pt.old").read_bytes() == before and len(left) == 4
+    assert not path.exists() and (tmp_path / "out/ckpt.pt.old").read_bytes() == before and len(left) == 5
 
 
 def test_train_dtype_is_that_of_training_and_evaluation_and_stays(train, train_shaq_here):
@@ -2143,7 +2155,7 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     good = path.read_bytes()
     for flag in ("--lr=1", "--n_layer=2", "--attn_out=dense", "--mlp=gelu", "--bias=0", "--size=tiny", "--block_size=64", "--tie_weights=0",
                  "--norm=rmsnorm", "--pos=learned", "--dataset=other", "--batch_tokens=512", "--seed=2", "--dropout=0",
-                 "--weight_decay=0", "--max_minutes=9"):
+                 "--weight_decay=0", "--max_minutes=9", "--schedule=constant", "--warmup_steps=9", "--min_lr=1", "--grad_clip=9"):
         one_line(train("--resume", flag), flag.partition("=")[0].strip("-"), "checkpoint")
         assert path.read_bytes() == good
     one_line(train("--resume", "--micro_batch=3"), "take another --micro_batch or number of processes")  # --batch_tokens stays
@@ -3072,7 +3084,7 @@ def test_train_stopped_just_before_an_evaluation_makes_it_on_resume_wherever_it_
     with monkeypatch.context() as patch:
         patch.setattr(script, "StopSignal", stops())
         status, out, *_ = run(out="cut")
-        assert status == 130 and "; saved step 3" in out
+        assert status == 130 and "; saved step 3" in out and out.endswith(f"; go on with --resume --out_dir={tmp_path / 'cut'}\n")
         patch.setattr(script, "write_or_warn", lambda path, f: False)  # a full disk: what is not saved is not said to be
         status, out, *_ = run(out="full")
         assert status == 130 and "step 2/6" in out and "saved" not in out
@@ -3083,13 +3095,19 @@ def test_train_stopped_just_before_an_evaluation_makes_it_on_resume_wherever_it_
     minutes = [r["minutes"] for r in log if "minutes" in r]
     assert minutes == sorted(minutes) and len(minutes) == 9 * (script is train_shaq)  # those of before the stop count
     ckpt, there = load_checkpoint(str(tmp_path / "cut/ckpt.pt")), tmp_path / "out" / ("gpt" if script is train_gpt else "shaq")
-    torch.save(ckpt | dict(settings=ckpt["settings"] | dict(device="cuda")), tmp_path / "cut/ckpt.pt")  # as from another machine
+    other = dict(device="cuda", dtype="bfloat16", compile=True)  # as from another machine
+    torch.save(ckpt | dict(settings=ckpt["settings"] | other), tmp_path / "cut/ckpt.pt")
     os.renames(tmp_path / "cut", there)  # where it need not be named
     monkeypatch.chdir(tmp_path)
     flags = "--max_steps=7", "--eval_interval=2", *["--eval_tokens=512", "--micro_batch=2"] * (script is train_gpt), "--device=cpu"
+    flags += "--dtype=float32", "--compile=0"
     _, out, _, log = ended(run_here(script, [script.__file__, "--resume", *flags], there))
     assert "--dtype and --compile stay as on cuda" in out and list(losses(log)[0]) == list(range(7)) and not (tmp_path / "cut").exists()
     one_line(run("--resume", "--max_steps=6", out=there), "--max_steps=6", "is at step 7 already")
+    assert "sample:" in ended(run("--resume", out=there))[1]  # at its end it has nothing to do but that
+    ended(run("--max_steps=0", out="zero"))
+    result = ended(run("--resume", "--max_steps=1", out="zero"))  # from step 0, too, and not anew
+    assert "earlier run" not in result[1] and [list(found) for found in losses(result[3])] == [[0], [0, 1]]
 
 
 def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
@@ -3139,7 +3157,8 @@ def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
             assert r["tokens_per_s"] == r["tokens"] and r["ms"] == 1e3 and r["minutes"] == pytest.approx(minutes)
             assert r["mfu"] * 1e9 == pytest.approx(r["tokens_per_s"] * flops)
             minutes += r["ms"] / 6e4
-            assert f"  loss {r['loss']:.4f}  bpc {r['loss'] / math.log(2) / 3:.3f}  lr {r['lr']:.2e}  norm {r['norm']:.2f}  " in said
+            assert (f"  loss {r['loss']:.4f}  bpc {r['loss'] / math.log(2) / 3:.3f}  lr {r['lr']:.2e}  norm {r['norm']:.2f}  1000 ms  "
+                    f"{r['tokens']} tokens/s  MFU {r['mfu']:.1%}  {pd.duration(r['seconds_left'])} left\n") in said
         else:
             kind = "test_" if "test_loss" in r else ""
             assert r[kind + "bits_per_byte"] == pytest.approx(r["test_loss" if kind else "val_loss"] / math.log(2) / (5 if kind else 3))
@@ -3178,6 +3197,9 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     for interval in (1, 100):
         flags = "--optimizer=adamw", "--lr=1e30", "--warmup_steps=0", "--max_steps=20", f"--eval_interval={interval}"
         one_line(train_shaq_here(*flags), "Lower --lr")
+    with monkeypatch.context() as patch:  # of a loss that is finite
+        patch.setattr(train_shaq, "clip_", lambda *a: torch.tensor(math.inf))
+        one_line(train_shaq_here(), "step 0: loss ", "gradient norm inf")
     ended(train_shaq_here("--max_steps=0"))
     pd.prepare(str(tmp_path / "mine"), "mine", "byte", b"other " * 2000, "")
     one_line(train_shaq_here("--resume", "--max_steps=9", f"--data_dir={tmp_path}"), "SHA-256", "prepare the same data")
@@ -3190,6 +3212,12 @@ def test_train_shaq_max_minutes_shortens_the_schedule(train_shaq_here, tmp_path,
     assert "will do for 27 steps here" in said and list(losses(log)[0]) == list(range(27))
     ended(train_shaq_here("--max_minutes=0.45", "--max_steps=20", out="parts"))
     assert "will do" not in ended(train_shaq_here("--resume", "--max_steps=60", out="parts"))[1]  # steps typed are all taken
+    with monkeypatch.context() as patch:
+        patch.setattr(train_shaq, "StopSignal", stops(9))
+        assert train_shaq_here("--max_minutes=0.45", "--max_steps=400", out="cut")[0] == 130
+    ticks = itertools.chain(range(0, 400, 100), itertools.count(301))  # a resumed run warms up, too
+    monkeypatch.setattr(train_shaq, "time", SimpleNamespace(perf_counter=ticks.__next__))
+    assert "will do for 27 steps here" in ended(train_shaq_here("--resume", out="cut"))[1]
 
 
 @pytest.mark.parametrize("preset, optimizer", [("sharnn", "lamb"), ("shaq", "adamw")])
