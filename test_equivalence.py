@@ -3056,6 +3056,8 @@ def test_train_shaq_evaluation_by_hand():
     assert m.training and found == pytest.approx(m.eval()(rows[:, :-1], rows[:, 1:])[0].item())
     third = replace(machine("cpu", "float32"), rank=2, world=3)  # fewer streams than processes: each reads all, and asks no other
     assert train_shaq.evaluate(m, tokens, 2**62, 20, third, streams=2) == found
+    cut = [train_shaq.eval_streams(range(n), most, 16) for n, most in ((200, 2**62), (63, 2**62), (2000, 2**62), (2000, 16))]
+    assert cut == [(3, 66), (1, 62), (16, 124), (16, 1)]  # a stream is of 64 tokens or more, if there are so many to read
 
 
 def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_shaq_here, tmp_path, monkeypatch):
@@ -3125,6 +3127,7 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
               for split, n in ((data.val, 16), (data.test, 8))]
     assert [best["best"]] + [r["test_loss"] for r in log if "test_loss" in r] == pytest.approx(wanted)
     assert status == 0 and re.search(r"test, best checkpoint: \d\.\d+ bits per byte, of its first 400 bytes alone\n", said)
+    assert f"{tmp_path}/o/best.pt: the model at its best validation loss (python model.py --ckpt={tmp_path}/o/best.pt " in said
     shutil.copytree(tmp_path / "o", tmp_path / "p")
     os.remove(tmp_path / "o/best.pt")
     said = resumed("o")
@@ -3147,7 +3150,12 @@ def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
     seconds, evaluate = itertools.count(), train_shaq.evaluate
     monkeypatch.setattr(train_shaq, "time", SimpleNamespace(perf_counter=seconds.__next__))
     monkeypatch.setattr(train_shaq, "evaluate", lambda *a, **kw: [next(seconds) for _ in range(50)] and evaluate(*a, **kw))
-    _, said, _, (first, *log) = ended(train_shaq_here("--dataset=three", "--max_steps=6"))
+    asked, generate = [], SHAQ.generate
+    monkeypatch.setattr(SHAQ, "generate", lambda *a, **kw: asked.append((a[1].tolist(), *a[2:], kw["generator"].initial_seed()))
+                        or generate(*a, **kw))
+    _, said, _, (first, *log) = ended(train_shaq_here("--dataset=three", "--max_steps=6", "--mem_len=10", "--seed=2",
+                                                      f"--eval_tokens={meta['tokens']['test'] - 1}"))
+    assert asked == [([[10]], 400, 0.8, 50, 2)]
     minutes = 0.0
     flops = SHAQ(SHAQConfig(**first["config"])).flops_per_token(20)
     assert first["settings"]["min_lr"] == pytest.approx(first["settings"]["lr"] / 10)
@@ -3163,11 +3171,13 @@ def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
             kind = "test_" if "test_loss" in r else ""
             assert r[kind + "bits_per_byte"] == pytest.approx(r["test_loss" if kind else "val_loss"] / math.log(2) / (5 if kind else 3))
             assert f"{r[kind + 'bits_per_byte']:.4f} bits per byte" in said
-    assert kind  # the last record is the test's
+    assert kind and "alone" not in said  # the last record is the test's, of all of its split
 
 
 def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch):
-    one_line(train_shaq_here("--bptt=90000"), "--bptt=90000", "lower --bptt or --batch")
+    n = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2
+    one_line(train_shaq_here(f"--bptt={n + 1}"), f"--bptt={n + 1}", f"{n:,} tokens of a stream", "lower --bptt or --batch")
+    ended(train_shaq_here(f"--bptt={n}", "--max_steps=0", "--mem_len=9", out="one"))
     one_line(train_shaq_here(f"--device={ABSENT}"), "take --device=cpu")
     one_line(train_shaq_here("--memory=mean", "--mem_len=20"), "mem_len=20", "--bptt")  # whose name it has here
     ended(train_shaq_here("--max_steps=0", "--n_embd=8"))
@@ -3190,13 +3200,15 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
         one_line(train_shaq_here("--max_steps=1"), "could not be written")
         patch.setattr(train_shaq, "write_or_warn", lambda path, f: path.endswith("ckpt.pt"))
         one_line(train_shaq_here("--max_steps=1", "--n_embd=8"), "could not be written", "best.pt")
+        patch.setattr(train_shaq, "write_or_warn", lambda path, f: True)  # to the disk of another machine
+        assert "best.pt" not in ended(train_shaq_here("--max_steps=0", out="remote"))[1]
     one_line(train_shaq_here("--resume", "--stage2=x"), "--stage2", "--resume")
     one_line(train_shaq_here("--stage2="), "does not exist")
     torch.save(dict(kind="GPT", config={}, model={}, data={}), tmp_path / "gpt.pt")
     one_line(train_shaq_here(f"--stage2={tmp_path / 'gpt.pt'}"), "gpt.pt is a checkpoint of train_gpt.py", "another\n")
     for interval in (1, 100):
         flags = "--optimizer=adamw", "--lr=1e30", "--warmup_steps=0", "--max_steps=20", f"--eval_interval={interval}"
-        one_line(train_shaq_here(*flags), "Lower --lr")
+        one_line(train_shaq_here(*flags), "Lower --lr", "no checkpoint yet")
     with monkeypatch.context() as patch:  # of a loss that is finite
         patch.setattr(train_shaq, "clip_", lambda *a: torch.tensor(math.inf))
         one_line(train_shaq_here(), "step 0: loss ", "gradient norm inf")
@@ -3258,6 +3270,8 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         one_line(train_shaq_here(stage2, out="whole"), "type another --out_dir")
         assert (tmp_path / "whole/best.pt").exists()
         one_line(train_shaq_here(stage2, "--preset=shaq"), "drop --preset=shaq")
+        torch.save(best | dict(data=best["data"] | dict(tokenizer="gpt2")), tmp_path / "gpt2.pt")
+        one_line(train_shaq_here(f"--stage2={tmp_path / 'gpt2.pt'}"), "gpt2.pt was trained on mine (", "gpt2 tokens", "byte tokens")
 
 
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
@@ -3348,13 +3362,16 @@ def test_train_shaq_flags_reach_the_model(train_shaq_here, tmp_path):
 
 
 SAMPLES = """
-import glob, train_shaq
+import glob, json, os, torch, train_shaq
+seeds, seed = [], torch.manual_seed
+torch.manual_seed = lambda n: seeds.append(n) or seed(n)
 def sample(*args, generate=train_shaq.SHAQ.generate, **kw):
     assert "pt_gloo_runloop\\n" not in [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]  # the group has ended
     return generate(*args, **kw)
 train_shaq.SHAQ.generate = sample
 train_shaq.peak_flops = lambda m: (1e9, "here")
 train_shaq.run(train_shaq.main)
+json.dump(seeds, open(sys.argv[0] + os.environ["RANK"], "w"))
 """
 
 
@@ -3363,6 +3380,8 @@ def test_train_shaq_two_processes_are_one(train_shaq_here, torchrun, tmp_path):
     pd.prepare(str(tmp_path / "data/mine"), "mine", "byte", random_words(1500), "", percent=(80, 90))  # with a test split
     one = ended(train_shaq_here(*flags, out="one"))[3]
     assert "sample:" in torchrun(SAMPLES, "--data_dir=data", "--dataset=mine", *TINY_SHAQ, *flags, "--out_dir=two")
+    a, b = (json.loads((tmp_path / f"script.py{rank}").read_text()) for rank in (0, 1))
+    assert set(a) & set(b) == {1337} and len(a) == len(b) == 7  # the weights are the same, dropout is not
     first, *two = records(tmp_path / "two")
     flops = SHAQ(SHAQConfig(**first["config"])).flops_per_token(24)
     for r in two:
