@@ -3560,6 +3560,7 @@ def corpus(tmp_path, monkeypatch):
     """A random text that stands for enwik8: its zip file, with size and checksum put in enwik8's place."""
     text = RNG.integers(0, 256, 400_000, dtype=np.uint8).tobytes()
     with zipfile.ZipFile(tmp_path / "enwik8.zip", "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("about", "of the mirror")
         z.writestr("enwik8", text)
     source = pd.Source("http://127.0.0.1:9/enwik8.zip", size=len(text), percent=(90, 95),
                        digest=("sha1", hashlib.sha1(text).hexdigest()))
@@ -3629,9 +3630,10 @@ def test_data_pysource_is_prepared_on_demand_and_the_same_again(tmp_path, capsys
 
 
 def test_data_pysource_is_the_standard_library_in_a_fixed_shuffled_order(tmp_path, monkeypatch):
-    for name in ("a.py", "b.py", "c/d.py", "c/e.txt", "c/tests/f.py", "site-packages/g.py"):
+    for name in ("a.py", "b.py", "c/d.py", "c/e.txt", "c/tests/f.py", "site-packages/g.py", "dist-packages/g.py", "test/h.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
+    (tmp_path / "i.py").symlink_to("nowhere")  # as of a distribution's package that is not installed
     monkeypatch.setattr(pd.sysconfig, "get_path", lambda what: str(tmp_path))
     assert pd.pysource()[0] == b"b.pyc/d.pya.py"
 
@@ -3743,8 +3745,10 @@ def test_data_no_network_names_the_ways_out(corpus, capsys, monkeypatch):
     fails(capsys, lambda: pd.main(["enwik8", f"--data_dir={corpus[2]}"]), "refused", "--url", "--from_file")
     with monkeypatch.context() as patch:
         gone = pd.urllib.error.HTTPError("", 404, "Not Found", {}, None)
-        patch.setattr(pd.urllib.request, "urlopen", unittest.mock.Mock(side_effect=gone))
+        patch.setattr(pd.urllib.request, "urlopen", ask := unittest.mock.Mock(side_effect=gone))
         fails(capsys, lambda: pd.main(["enwik8", f"--data_dir={corpus[2]}"]), "(404 Not Found)", "--url", "--from_file")
+        assert ask.call_args.kwargs == dict(timeout=30)  # a host that falls silent does not hold it for ever
+        assert ask.call_args.args[0].get_header("User-agent") == "prepare_data.py"  # some hosts refuse Python's own
     assert not os.path.exists(f"{corpus[2]}/enwik8")
     with server(corpus[1], cut=(1000, 0)) as (url, _):
         main = lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={corpus[2]}"])
@@ -3811,6 +3815,9 @@ def test_data_inputs_add_up_without_byte_order_marks_are_not_written_over_and_a_
     for name, flags, note in (("x", ["--input", "a", "b", "--input", "c"], True), ("y", ["--input", *9 * "abc"], False)):
         pd.main([str(tmp_path / f) if len(f) == 1 else f for f in flags] + [f"--name={name}", f"--data_dir={tmp_path}"])
         assert ("note: one window" in capsys.readouterr().out) == note
+    for n, note in ((2560, True), (2570, False)):  # 256 and 257 tokens
+        pd.prepare(str(tmp_path / "w"), "w", "byte", bytes(n), "")
+        assert ("note: one window" in capsys.readouterr().out) == note
     x = pd.load_dataset("x", str(tmp_path))
     assert pd.decode("byte", [*x.train[:], *x.val[:]]) == "a" * 100 + "b" * 100 + "c" * 100
     assert pd.decode("byte", x.train[98:102]) == pd.decode("byte", torch.tensor([97, 97, 98, 98])) == "aabb"  # arrays as lists
@@ -3833,7 +3840,8 @@ import prepare_data as pd
 pd.DATASETS["enwik8"] = pd.Source(sys.argv.pop(), "gpt2", 9, ("sha256", ""), revised=b".", percent=(90, 95))
 pd.main(sys.argv[1:])"""
     os.makedirs(f"{data}/enwik8")
-    Path(f"{data}/enwik8/train.bin.99.tmp").write_bytes(b"of a killed one")
+    for name in ("train.bin", "meta.json"):
+        Path(f"{data}/enwik8/{name}.99.tmp").write_bytes(b"of a killed one")
     second_waits = threading.Event()
     with server(packed, pause=lambda: second_waits.wait(60)) as (url, seen):
         flags = [sys.executable, "-c", code, "enwik8", "--tokenizer=byte", f"--data_dir={data}", url]
@@ -3911,6 +3919,7 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
     fails(capsys, ends(RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1")), "another process ended")
     for number in (errno.ENOSPC, errno.EDQUOT):  # a cluster's disk is full where one's own share of it is
         fails(capsys, ends(OSError(number, os.strerror(number), "x/y")), "x/y: ", "; free some space")
+    fails(capsys, ends(OSError(errno.EROFS, "Read-only file system", "x/y")), "x/y: Read-only file system; choose a place you may write to")
     fails(capsys, ends(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")), "out of memory: take a smaller", "2.00 GiB")
     fails(capsys, lambda: pd.run(lambda: [0] * 2**62, memory="a smaller --n"), "out of memory: take a smaller --n (MemoryError)")
     for script in (train_gpt, train_shaq):  # they name flags that they have
@@ -3926,6 +3935,21 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
     fails(capsys, lambda: pd.die("two\n  lines"), "error: two lines")
     with contextlib.redirect_stdout(io.StringIO()):  # a notebook's %run has streams that cannot be reconfigured
         pd.run(lambda: None)
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")):  # a terminal without the characters of a sample
+        pd.run(lambda: print("\u00fc", flush=True))
+        assert sys.stdout.buffer.getvalue() == b"\\xfc\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", None)  # 2>&-
+        pd.run(lambda: pd.progress(1, 1, 0, "lost"))
+        patch.undo()
+        patch.setattr(sys.stderr, "isatty", lambda: True)
+        patch.setattr(pd.progress, "last", -1e9)
+        for done, ended in ((1, "\n"), (2, "")):  # a line of progress that is still open ends first
+            pd.progress(done, 2, 0, "x")
+            capsys.readouterr()
+            with pytest.raises(SystemExit):
+                pd.die("two")
+            assert capsys.readouterr().err == ended + "error: two\n"
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "some/folder")
     for module, words in ((None, ["pip install tiktoken"]),
                           (SimpleNamespace(get_encoding=unittest.mock.Mock(side_effect=OSError("no route"))),
@@ -3954,7 +3978,10 @@ def test_data_a_run_outlives_its_terminal(tmp_path, capsys, monkeypatch):
         pd.die("lost")
 
 
-def test_data_a_new_run_keeps_the_one_before_it(tmp_path, capsys):
+def test_data_a_new_run_keeps_the_one_before_it(tmp_path, capsys, monkeypatch):
+    moved, move = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: moved.append(os.path.basename(b)) or move(a, b))
+
     def files():
         return {name: (tmp_path / name).read_text() for name in sorted(os.listdir(tmp_path))}
 
@@ -3967,6 +3994,7 @@ def test_data_a_new_run_keeps_the_one_before_it(tmp_path, capsys):
             (tmp_path / name).write_text(run)
         if run == "b":
             assert ("best.pt.old" in said) and files()["log.jsonl.old"] == '{"run": "a"}\n'
+    assert moved == ["log.jsonl.old", "best.pt.old", "ckpt.pt.old"] * 2  # killed on the way, the next run finds ckpt.pt, and does it again
     # b's files, whole, though c ended before its first checkpoint
     old = {f"{name}.old": "b" for name in ("best.pt", "ckpt.pt")} | {"log.jsonl.old": '{"run": "b"}\n'}
     assert files() == old | {"log.jsonl": '{"run": "d"}\n'}
@@ -4025,10 +4053,15 @@ def test_data_full_disk_leaves_nothing_half_written(tmp_path, capsys, monkeypatc
     def full(fd):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     pd.write_atomic(str(tmp_path / "a"), lambda f: f.write(b"old"))
+    prepare = lambda text: pd.prepare(str(tmp_path / "x"), "x", "byte", text, "")
+    prepare(bytes(99))
     monkeypatch.setattr(pd.os, "fsync", full)
     fails(capsys, lambda: pd.run(lambda: pd.write_atomic(str(tmp_path / "a"), lambda f: f.write(b"new"))),
           tmp_path / "a", "No space left on device", "free some space")
-    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == b"old"
+    with pytest.raises(OSError):
+        prepare(bytes(9999))
+    assert sorted(os.listdir(tmp_path / "x")) == ["train.bin", "val.bin"]  # no meta.json says that the two belong together
+    assert sorted(os.listdir(tmp_path)) == ["a", "x"] and (tmp_path / "a").read_bytes() == b"old"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux's")
@@ -4098,10 +4131,13 @@ def test_data_small_promises(toy, monkeypatch, capsys):
         patch.setattr(pd, "time", SimpleNamespace(perf_counter=lambda: 12.0))
         patch.setattr(pd.progress, "last", -1e9)
         pd.progress(30e6, 50e6, 2.0, "x", start=10e6)  # 20 MB in 10 seconds, 10 MB were there before
+        pd.progress(31e6, 50e6, 2.0, "x", start=10e6)  # not again within ten seconds
         patch.setattr(pd.progress, "last", -1e9)
         pd.progress(30e6, None, 2.0, "x")  # of a server that does not say how long
         patch.setenv("PATH", "")
         assert pd.git_commit() == ""  # no git
+        patch.setattr(pd.subprocess, "run", ask := unittest.mock.Mock(return_value=SimpleNamespace(stdout="abc+\n")))
+        assert pd.git_commit() == "abc+" and "--dirty=+" in ask.call_args.args[0] and ask.call_args.kwargs["cwd"] == str(HERE)
     assert capsys.readouterr().err == "x: 30.0 of 50.0 MB (60%), 2.0 MB/s, 0m10s left\nx: 30.0, 3.0 MB/s\n"
     notes = []
     for pace, steps, left in ((1.0, 100, 60), (9.0, 100, 25), (1.0, 50, 50), (0.0, 100, 100)):  # never longer than asked
@@ -4258,7 +4294,7 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
         for source in (url, "http://another.mirror"):
             part = f"{data}2/fineweb10B/fineweb_val_000000.bin.{hashlib.sha256(source.encode()).hexdigest()[:8]}.part"
             Path(part).write_bytes(body[:100] if source == url else bytes(200))
-        pd.main(["fineweb10B", f"--url={url}", f"--data_dir={data}2"])
+        pd.main(["fineweb10B", f"--url={url}/", f"--data_dir={data}2"])  # a folder, with or without a slash
     assert seen == [None, "bytes=100-"]  # a shard goes on from its part, too, but not from another mirror's
     assert Path(f"{data}2/fineweb10B/fineweb_val_000000.bin").read_bytes() == body and not list(Path(data + "2").rglob("*.part"))
     write(shards / "fineweb_train_000001.bin", tokens["val_000000"], 50257)
