@@ -2210,6 +2210,7 @@ def test_train_full_disk_is_said_and_leaves_nothing_half_written(data_dir, tmp_p
     """A limit on the size of a file stands for a full disk: it lets the log begin, and no checkpoint be written."""
     resource = pytest.importorskip("resource")  # Windows has none
     done = subprocess.run(command(tmp_path / "out", data_dir, "--max_steps=12"), capture_output=True, text=True, timeout=60,
+                          env=os.environ | dict(PYTHONDONTWRITEBYTECODE="1"),  # Python would cut its __pycache__ short, too, and not notice
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)))
     *before, last = done.stderr.splitlines()
     assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
