@@ -4077,6 +4077,7 @@ def test_data_full_disk_is_named_also_where_pytorch_hides_it(capsys, monkeypatch
     monkeypatch.setattr(pd, "write_atomic", lambda path, write: write(None))
     assert not pd.write_or_warn("nowhere/x", save)
     assert capsys.readouterr().err.endswith("could not write nowhere/x (No space left on device); free some space\n")
+    assert not pd.write_or_warn("/dev/null", save) and capsys.readouterr().err.endswith("; the one before it stays\n")
     args = SimpleNamespace(out="/dev/full", what="x", run="b", hardware="", git="")
     fails(capsys, lambda: pd.run(lambda: bench.record(args)), "error: /dev/full: No space left on device; free some space")
 
@@ -4225,6 +4226,7 @@ def test_data_gpt2_tokens_do_not_depend_on_the_cut_nor_on_the_cores(toy, tmp_pat
         assert [i for chunk in chunks for i in toy.encode_ordinary(chunk)] == toy.encode_ordinary(text)
     assert len(list(pd.safe_chunks(text, 1))) > 1000
     assert pd.tokenize(text.encode(), "gpt2", "", size=5000).tolist() == toy.encode_ordinary(text)
+    assert [pd.tokenize(b"a", kind, "").dtype for kind in pd.VOCAB_SIZE] == [np.uint16] * 2
     assert pd.decode("gpt2", pd.encode("gpt2", text)) == text
     pd.prepare(str(tmp_path / "u"), "u", "gpt2", ("ü" * 11).encode(), "")
     d = pd.load_dataset("u", str(tmp_path))
@@ -4313,6 +4315,9 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
         with windows(monkeypatch):
             fails(capsys, prepare, bad.name)
         assert not [f for f in os.listdir(f"{data}/fineweb10B") if f.startswith(bad.name)]
+    write(shards / "fineweb_val_000000.bin", np.full(2**22 + 5, 300), 50257)  # more than are counted at a time, of two bytes each
+    pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"])
+    assert pd.load_dataset("fineweb10B", f"{data}1").bytes_per_token == 2
 
 # -----------------------------------------------------------------------------
 # bench.py
@@ -4821,6 +4826,8 @@ def test_bench_code_compiles_what_its_flags_name(tmp_path, capsys, monkeypatch):
     for line in ("kernel | bytes an element | an H200's budget | 2560 | 768", "hadamard_affine | 8 | 55 | 10.0 | 20.0, 8 bytes spilled",
                  "those of alpha and beta, the loop | 8 | 55 | 7.0 | 8.0", "its gradients, the loop | 28 | 192 | 22.0 | "):
         assert f"| {line} |\n" in printed, line  # 132 x 128 lanes at 1.755 GHz over 4.32 TB/s: 6.86 a byte
+    moved, found = zip(*((int(size) / 4, float(n)) for size, n in re.findall(r"^\| [^|]+ \| (\d+) \| \d+ \| ([\d.]+) \|", printed, re.M)))
+    assert moved == (2, 3, 2, 2, 2, 3, 4, 4, 6, 6, 4, 7) and found == (10, 3, 50, 7, 90, 11, 130, 150, 17, 19, 21, 22)  # in all; the loop's
     assert "(sm_100, fp32, Triton " in printed
     bench.main(["code", "--dtype=bfloat16", "--widths=2560,768", f"--out={tmp_path}/bf16.jsonl"])
     assert "| its three gradients, the loop | 6 | 41 | – | 25.0 |\n" in capsys.readouterr().out  # there two kernels, the rows that follow
