@@ -5060,6 +5060,7 @@ def test_bench_timing_interleaves_and_warms_up(monkeypatch):
         assert seen == sample(0, 1, 2, 3) + sample(0) + sample(1, 2, 3) + sample(0, 1, 2) and t["a"].tolist() == [1 / 3] * 2
         patch.setattr(bench, "CACHE", 100)
         assert len({x.data_ptr() for x in bench.ring(lambda: torch.randn(10))}) == 4  # of 40 bytes: without the one at hand, more than 100
+        assert [len(bench.ring(lambda: SimpleNamespace(is_cuda=gpu, nbytes=size))) for gpu, size in ((True, 40), (False, 1))] == [7, 64]
     assert bench.spread(np.array([1e-3, 2e-3, 3e-3, 10e-3, 11e-3])) == "3 ± 4" and bench.deviation([1, 2, 6]) == 7 ** 0.5
     assert [bench.spread(np.array([m - 2 * q, m, m + 2 * q]) / 1e3) for m, q in ((0.0801, 6e-5), (977.3, 0.04), (150, 6), (1234, 0))] == [
         "0.08010 ± 0.00006", "977.30 ± 0.04", "150 ± 6", "1,234 ± 0"]
@@ -5080,6 +5081,20 @@ def test_bench_counts_a_gpus_memory_without_what_was_there_before(monkeypatch):
     monkeypatch.setattr(torch, "ones", lambda *a, device, **kw: real(*a, **kw))
     assert bench.Peak(SimpleNamespace(device=GPU, dtype=torch.float32)).mib() == 2.5 and asked == [GPU]
     assert bench.Peak(machine("cpu", "float32")).mib() is None
+
+
+def test_bench_says_what_a_gpu_multiplies_in_and_decodes_without_the_attention_that_plans_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    for dtype, recent, said in ((torch.float32, True, "float32 (products in TF32)"), (torch.float32, False, "float32"),
+                                (torch.bfloat16, True, "bfloat16")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: recent and not including_emulation)
+        assert bench.hardware(SimpleNamespace(device=GPU, dtype=dtype)) == f"a GPU, {said}, torch {torch.__version__}"
+    asked, deterministic = [], []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", deterministic.append)
+    for what in ("prefill", "decode", "eval", "train"):
+        bench.start(bench.parse(what, [*CPU, f"--out={tmp_path}/x.jsonl"], False))
+    assert asked == [True, False, False, True] and deterministic == [False] * 4  # what compare, before it, may have asked for
 
 
 def test_bench_compare_asks_a_gpu_for_the_same_sums_each_time(monkeypatch):
