@@ -4524,7 +4524,7 @@ def test_bench_run_shows_its_progress_takes_the_line_back_and_stops_at_nan(bench
     trainer = bench.Trainer("gpt", typed, bench.load_dataset("words", str(bench_data)), machine("cpu", "float32"), 1)
     monkeypatch.setattr(pd.progress, "last", -1e9)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    trainer.run("run 3 of 20", 2)
+    assert [point[0] for point in trainer.run("run 3 of 20", 4)[0]] == [0, 2, 3, 4, 6]  # at the steps nearest to quarters
     err = capsys.readouterr().err
     assert re.match(r"\rrun 3 of 20: 1 of 6 steps \(17%\), [\d.]+ steps/s, 0m\d\ds left", err) and err.endswith("\r" + 79 * " " + "\r")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
@@ -4978,8 +4978,8 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["params", "plot", f"--out={tmp_path}/none.jsonl"], "bench.py plot: unknown flag --out")):
         fails(capsys, lambda: bench.main(argv), words, status=2)
     assert not (tmp_path / "none.jsonl").exists()  # a flag that the second does not know ends it before the first
-    for argv, words in ((["train", "--set=attn_out=identity"], "attn_out"), (["train", "--shaq_set=preset=shaq"], "preset"),
-                        (["scaling", "--sizes=nano,dva_book"], "--set dataset=NAME")):
+    for argv, words in ((["train", "--set=attn_out=identity"], "attn_out"), (["train", "--set=size=tiny,attn=dva"], "attn, size"),
+                        (["train", "--shaq_set=preset=shaq"], "preset"), (["scaling", "--sizes=nano,dva_book"], "--set dataset=NAME")):
         fails(capsys, lambda: bench.main(argv), words)
     assert bench.settings("shaq", "attn_layers=2,4, n_embd=32", "") == dict(attn_layers=(2, 4), n_embd=32)
     monkeypatch.setattr(kernels, "triton", None)
