@@ -286,9 +286,11 @@ def test_hadamard_gradients_of_vectors_are_summed_block_by_block():
 
 def test_hadamard_gradients_of_vectors_stay_in_fp32_inside_autocast():
     x, dy, alpha, beta = torch.randn(50, 64), torch.randn(50, 64), torch.randn(64).requires_grad_(), torch.randn(64).requires_grad_()
-    outside = torch.autograd.grad(hadamard_affine(x, alpha, beta), (alpha, beta), dy)
+    few = lambda: hadamard_affine(x, alpha.detach(), beta.detach())  # by other calls, without gradients
+    outside, out = torch.autograd.grad(hadamard_affine(x, alpha, beta), (alpha, beta), dy), few()
     with torch.autocast("cpu", torch.bfloat16):
         inside = torch.autograd.grad(hadamard_affine(x, alpha, beta), (alpha, beta), dy)
+        assert torch.equal(few(), out)
     assert all(error(a, b.double()) < 1e-6 for a, b in zip(inside, outside))
 
 
