@@ -393,7 +393,7 @@ def test_hadamard_wrong_shapes_and_dtypes_are_one_line():
     vector = torch.ones(8)
     for f in (hadamard_transform, lambda x: hadamard_affine(x, vector, vector),
               lambda x: hadamard_affine_norm(x, vector, vector, x, vector)):
-        for dtype in (torch.int8, torch.int64, torch.bool):
+        for dtype in (torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn):
             refuses(lambda: f(torch.ones(2, 8).to(dtype)), "cast it first", kind=TypeError)
         for shape in ((), (3, 0)):
             refuses(lambda: f(torch.ones(shape)), "expected")
@@ -528,6 +528,13 @@ def test_hadamard_triton_takes_what_it_can_hold():
     takes = lambda dtype, d: kernels._on_triton(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, d), element_size=lambda: 4), 1, False)
     assert not takes(torch.int32, 64) and not takes(torch.float64, 64) and not takes(torch.float32, 2**17)
     assert takes(torch.float32, 64) == takes(torch.float32, 2**16) == (kernels.triton is not None)
+    plans = {how: kernels._plan(*how, 16) for how in ((28, 1, False), (36, 1, False), (144, 12, False), (64, 8, True), (48, 4, True),
+                                                      (512, 64, True), (1024, 128, True))}
+    assert [how for how, plan in plans.items() if plan] == [(28, 1, False), (64, 8, True), (512, 64, True)] * (kernels.triton is not None)
+    fused = [hadamard_norm_is_fused(*how) for how in ((4096,), (8192,), (256, 32, True), (512, 64, True))]
+    beside = [kernels._norm_on_triton(torch.ones(1, 64).as_subclass(Cuda), torch.ones(1, 64, dtype=kind), 1, False)
+              for kind in (torch.float32, torch.float64)]
+    assert [*fused, *beside] == [kernels.triton is not None and yes for yes in (True, False, True, False, True, False)]
     said = [kernels.hadamard_path(d, device) for d, device in ((64, "cpu"), (64, "cuda:1"), (2**17, "cuda"))]  # for the log
     assert said == ["PyTorch, two small dense factors", *(("Triton kernel", "PyTorch, as the Triton kernel has no plan for this width")
                                                           if kernels.triton else ["PyTorch, as Triton is not installed"] * 2)]
@@ -2434,7 +2441,7 @@ def test_fopool_triton_composes_many_segments(monkeypatch, inside):
 @needs_triton
 def test_fopool_takes_any_strides():
     near = 3e-6 if torch.cuda.is_available() else 1e-6  # a GPU's exp and 1 / x are approximate
-    (gates, c0), dh, _ = _fo_inputs(2, 21, 6, True, torch.float32)
+    (gates, c0), dh, dc = _fo_inputs(2, 21, 6, True, torch.float32)
     z, f, o = gates.chunk(3, -1)
     h, c, edges = kernels._fo_forward_torch(z, f, o, c0, True)
     store = torch.empty_like(gates)
@@ -2455,6 +2462,10 @@ def test_fopool_takes_any_strides():
         kernels._fo_backward_triton(*bank, edges, dh.transpose(0, 1).contiguous().transpose(0, 1), None,
                                     *out.chunk(3, -1), True)
         torch.testing.assert_close(out, store, rtol=0, atol=near)
+    grads = torch.empty(2, *gates.shape)
+    kernels._fo_backward_torch(z, f, o, edges, dh, dc, *grads[0].chunk(3, -1), True)
+    kernels._fo_backward_triton(z, f, o, edges, dh, dc.t().contiguous().t(), *grads[1].chunk(3, -1), True)
+    torch.testing.assert_close(*grads, rtol=0, atol=near)
     first = gates[:1].expand(2, 21, 18)  # stride 0 over the batch
     assert torch.equal(kernels.qrnn_pool(first)[0], kernels.qrnn_pool(first.contiguous())[0])
     mixed = z.contiguous(), f, o.transpose(0, 1).contiguous().transpose(0, 1)  # three layouts at once
