@@ -4489,6 +4489,9 @@ def test_bench_shared_weights_start_equal_but_for_the_branches_of_another_depth(
     assert torch.equal(plain.wte.weight, dva.wte.weight) and torch.equal(plain.h[0].mlp.c_fc.weight, dva.h[0].mlp.c_fc.weight)
     assert torch.equal(plain.h[0].attn.c_proj.weight, c_proj)  # dva has none
     assert torch.equal(plain.h[0].mlp.c_proj.weight, dva.h[0].mlp.c_proj.weight)  # as many layers: the ends of branches, too
+    before = plain.wte.weight.clone()
+    bench.share(plain, {"wte.weight": torch.ones(300, 32)})  # another vocabulary's
+    assert torch.equal(plain.wte.weight, before)
     one, two = (small_gpt(n_layer=n, attn_out="hadamard") for n in (1, 2))
     bench.share(two, {n: torch.full_like(p, 5) for n, p in one.named_parameters()})
     kept = {n for n, p in two.named_parameters() if not (p == 5).all()}
@@ -5235,8 +5238,11 @@ def test_bench_eval_log_likelihoods_are_those_computed_by_hand(capsys, monkeypat
         patch.setattr(bench, "encode", lambda tokenizer, text: [text])
         fails(capsys, lambda: scorer.pair("The", "re"), "'re' adds no token", "'The'")
     fails(capsys, lambda: scorer.score([([10], list(range(17)))]), "continuation of 17 tokens", "block_size of 16")
+    assert math.isfinite(scorer.score([([10], list(range(16)))])[0][0])  # which fits
+    assert [bench.Scorer(model, kind, scorer.m).prefix for kind in ("byte", "gpt2")] == [10, 50256]
     # a context longer than the model takes is cut on its left
     long = list(b"a context that is far longer than sixteen")
+    assert scorer.score([(long, [101])])[0][0] == pytest.approx(by_hand(model, long, [101])[0], abs=1e-5)  # and no further than needed
     assert scorer.score([(long, list(b"end"))])[0][0] == pytest.approx(scorer.score([(long[-14:], list(b"end"))])[0][0], abs=1e-5)
 
 
@@ -5303,7 +5309,8 @@ def test_bench_reads_training_logs(tmp_path):
     assert [row[k] for k in ("title", "hardware", "curve")] == ["shaq", "a CPU; 2 processes", [(0.0, 0, 7.2), (1.0, 2, 5.8)]]
     for name, config in (("a", dict(attn="dva")), ("b", dict(attn="mha")), ("c", dict(attn="mha")), ("d", dict(attn="mha", mlp="none"))):
         os.makedirs(tmp_path / name)
-        head = dict(settings=dict(seed=ord(name), lr=1e-3 if name < "c" else 2e-3), config=config | dict(attn_out="dense"), machine="")
+        follow = dict.fromkeys(("seed", "warmup_steps", "min_lr"), ord(name))
+        head = dict(settings=follow | dict(lr=1e-3 if name < "c" else 2e-3), config=config | dict(attn_out="dense"), machine="")
         (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [head, *lines[1:]]))
     logs = [tmp_path / name / "log.jsonl" for name in "abcd"]
     assert [r["title"] for r in bench.read_logs(logs[:2] + logs[1:2])] == ["dva", "dense", "dense"]  # alike but for the seed
