@@ -676,7 +676,7 @@ class GPT(nn.Module):
                 u.copy_(uniform[i])
                 if use_cache and idx.size(1) - done == 1:
                     at.fill_(done - start)
-                    step(min(size, (done - start) // stride * stride + stride))()  # the next multiple of stride above the token's place
+                    step((done - start) // stride * stride + stride)()  # the next multiple of stride above the token's place
                 else:
                     x = self.hidden(idx[:, done:], cache, done - start)
                     new.copy_(sample(self.lm_head(x[:, -1]), temperature, top_k, u))
@@ -715,7 +715,7 @@ class GPT(nn.Module):
         meta device is loaded or drawn, would leave them out and make two parameters of a tied one."""
         tied, cos = self.tied(), getattr(self, "cos", None)
         super()._apply(fn, recurse)
-        if cos is not None and not self.cos.is_meta and (cos.is_meta or self.cos.dtype != cos.dtype):
+        if cos is not None and (cos.is_meta or self.cos.dtype != cos.dtype):
             self.cos, self.sin = self.angles(self.cos.device)
         if tied:
             self.lm_head.weight = self.wte.weight
@@ -729,7 +729,7 @@ class GPT(nn.Module):
             self.wte.weight = self.lm_head.weight
         elif tied:
             self.lm_head.weight = self.wte.weight
-        if self.config.pos == "rope" and self.cos.is_meta and not self.wte.weight.is_meta:
+        if self.config.pos == "rope" and self.cos.is_meta:
             self.cos, self.sin = self.angles(self.wte.weight.device)
         return found
 

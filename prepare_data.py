@@ -579,7 +579,7 @@ DATASETS = {
 def pysource():
     """-> (bytes, description). Ordered by a hash of the path: fixed, and its last tenth is a fair sample."""
     root = sysconfig.get_path("stdlib")
-    skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  # not every distribution ships the tests
+    skip = {"site-packages", "dist-packages", "test", "tests"}  # not every distribution ships the tests
     files = {}
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [s for s in subfolders if s not in skip]

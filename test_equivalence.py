@@ -305,7 +305,7 @@ def test_hadamard_takes_any_strides_and_any_number_of_rows():
         assert y.shape == x.shape and error(y, alpha * (x @ H) + beta) < 1e-12
         dx, = torch.autograd.grad(y, x, dy)
         assert dx.shape == x.shape and error(dx, (alpha * dy) @ H) < 1e-12
-    x = randn(1, 1025).T  # of width 1, two blocks of rows, the second a row shorter
+    x = randn(1, 2**15 + 1).T  # of width 1, in blocks of rows, the last ones a row shorter
     assert error(hadamard_affine(x, alpha[:1], beta[:1]), alpha[:1] * x + beta[:1]) < 1e-15
     a = alpha.clone().requires_grad_()
     hadamard_affine(randn(0, d), a, beta).sum().backward()

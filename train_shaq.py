@@ -218,7 +218,7 @@ def main():
         if typed.get("preset", stored["preset"]) != stored["preset"]:
             die(f"{stage2} is of --preset={stored['preset']}, and stage 2 goes on with its model: drop --preset={typed['preset']}")
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
-        stored = {k: v for k, v in stored.items() if k not in typed and k not in ("out_dir", "min_lr")}  # a new run: any flag may be typed
+        stored = {k: v for k, v in stored.items() if k not in typed and k != "min_lr"}  # a new run: any flag may be typed
     s, c = settle(typed, stored, m)
     s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
