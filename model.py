@@ -1105,7 +1105,7 @@ class SHAQ(nn.Module):
             raise ValueError(f"targets have shape {tuple(targets.shape)}: expected that of idx, {tuple(idx.shape)}")
         if state is None:
             state = [None] * len(self.blocks)
-        B = [s[0][1].size(0) for s in state if s]                       # c: (B, d)
+        B = [tensors(s)[0].size(0) for s in state if s]
         if len(state) != len(self.blocks) or set(B) - {idx.size(0)}:
             raise ValueError(f"this state has {len(state)} blocks and {max(B, default=0)} streams: expected "
                              f"{len(self.blocks)} and {idx.size(0)}; pass state=None to start afresh")

@@ -2971,6 +2971,21 @@ def test_shaq_impossible_settings_and_states_are_one_line():
     refuses(gpt.init_weights, "h.0.extra", kind=RuntimeError)
 
 
+def test_shaq_takes_a_recurrence_whose_state_is_one_tensor():
+    class GRU(nn.GRU):
+        def forward(self, h, state=None):
+            x, state = super().forward(h, state if state is None else state[None])
+            return x, state[0]
+
+    model, idx = tiny_shaq("shaq"), torch.randint(11, (2, 8))
+    for block in model.blocks:
+        block.rnn = GRU(model.config.n_embd, model.config.n_embd, batch_first=True)
+    whole, _ = model(idx)
+    first, state = model(idx[:, :5])
+    torch.testing.assert_close(torch.cat((first, model(idx[:, 5:], state=state)[0]), 1), whole)
+    refuses(lambda: model(idx[:1], state=state), "2 streams", "1")
+
+
 def lamb_parameters():
     """Matrix, vector, all-zero bias, a norm above the clamp, and one that meets the smallest trust ratio."""
     return [torch.nn.Parameter(s * randn(*shape)) for s, shape in ((1.0, (5, 7)), (0.1, (9,)), (0.0, (4,)), (20.0, (8, 6)), (1e-3, (3, 2)))]
