@@ -635,7 +635,8 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache, pos)
         if targets is None:
             return self.lm_head(x)
-        plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None  # else it was put there later
+        head = self.lm_head
+        plain = type(head) is nn.Linear and head.bias is None and not (head._forward_hooks or head._forward_pre_hooks)  # of prune, say
         if not plain or product_dtype(x) == torch.float16:  # whose gradients need the loss scale, known only in backward
             return cross_entropy(self.lm_head(x), targets)
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())

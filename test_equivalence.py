@@ -1307,6 +1307,7 @@ def test_gpt_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
 
 def test_loss_is_that_of_the_logits_whatever_the_head():
     "In float64 too: it used to be rounded to fp32"
+    from torch.nn.utils import prune
     idx, shaq = torch.randint(0, 97, (2, 12)), tiny_shaq("shaq", vocab_size=97)
     run = lambda m, *args: m(*args)[0] if m is shaq else m(*args)
     for m, head in ((make(), nn.Linear(48, 97)), (make(), nn.Sequential(nn.Linear(48, 97), nn.Tanh())), (shaq, None)):
@@ -1318,6 +1319,15 @@ def test_loss_is_that_of_the_logits_whatever_the_head():
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float64):  # which leaves float64 alone
                 loss = run(m, idx, idx)
             torch.testing.assert_close(loss, F.cross_entropy(run(m, idx).flatten(0, 1), idx.flatten()), rtol=rtol, atol=0)
+    for put in (lambda head: head.register_forward_hook(lambda head, x, y: 3 * torch.tanh(y / 3)),
+                lambda head: prune.l1_unstructured(head, "weight", 0.5)):  # weight made anew by a hook, before each call
+        m = make(tie_weights=False)
+        put(m.lm_head)
+        for _ in range(2):
+            loss = m(idx, idx)
+            torch.testing.assert_close(loss, F.cross_entropy(m(idx).flatten(0, 1), idx.flatten()), rtol=1e-6, atol=0)
+            loss.backward()
+            torch.optim.SGD(m.parameters(), 1.0).step()
 
 
 @pytest.mark.parametrize("attn, pos, out", [("mha", "rope", "hadamard"), ("mha", "learned", "dense"), ("dva", "rope", "dense"),
