@@ -402,7 +402,8 @@ class Block(nn.Module):
         "x (B, T, d) -> (B, T, d); the rest as in Attention.forward"
         if self.mlp is None:
             return x + self.attn(self.ln_1(x), table, cache, at, mask)
-        if x.is_cuda and self.attn.one_pass and not (self.training and self.attn.dropout):
+        plain = type(self.ln_2) in (nn.LayerNorm, nn.RMSNorm)  # another's formula is in its forward() alone
+        if x.is_cuda and plain and self.attn.one_pass and not (self.training and self.attn.dropout):
             x, n = self.attn(self.ln_1(x), table, cache, at, mask, x, self.ln_2)
         else:
             x = x + self.attn(self.ln_1(x), table, cache, at, mask)

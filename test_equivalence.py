@@ -1430,11 +1430,19 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
         (y.as_subclass(torch.Tensor) * torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)).sum().backward()
         results.append([y.detach().as_subclass(torch.Tensor)] + [p.grad.clone() for p in m.parameters()])
     assert all(error(a, b) < 1e-11 for a, b in zip(*results))
+    class Shifted(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x) + 1
+
     m = make(attn_out="hadamard", dropout=0.5).train()  # the one pass has no dropout in it
-    for block in m.h:
+    other = make(attn_out="hadamard")  # nor a norm that is another's
+    for block in [*m.h, *other.h]:
         block.attn.one_pass = True
+    for block in other.h:
+        block.ln_2 = Shifted(48)
     with unittest.mock.patch.object(model_py, "hadamard_affine_norm", None):
         m(idx.as_subclass(Cuda))
+        other(idx.as_subclass(Cuda))
     monkeypatch.setitem(CHOICES, "attn_out", ["signed_hadamard"])  # one to come has its formula in the two steps alone
     assert not any(block.attn.one_pass for block in make(attn_out="signed_hadamard").h)
 
