@@ -255,12 +255,13 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
     if not 0 <= dropout < 1:
         raise ValueError(f"attention: dropout={dropout}: expected 0 to below 1")
     fits = (q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3)
-            and q.size(2) <= k.size(2) == v.size(2) and (mask is None or (q.size(2), *mask.shape) == (1, 1, k.size(2)))
+            and q.size(2) <= k.size(2) == v.size(2)
+            and (mask is None or mask.is_floating_point() and (q.size(2), *mask.shape) == (1, 1, k.size(2)))
             and (q_r is None) == (k_r is None) and (q_r is None or (q_r.shape, k_r.shape, v.shape) == (q.shape, k.shape, k.shape)))
     if not fits:
         given = dict(q=q, k=k, v=v, q_r=q_r, k_r=k_r, mask=mask)
         raise ValueError("attention: expected q (B, h, T, w), k (B, h, S, w), v (B, h, S, any), S >= T; with q_r and k_r those like q and "
-                         "k, v like k; a mask goes with one query, (1, S); got "
+                         "k, v like k; a mask goes with one query, (1, S) of floats; got "
                          + ", ".join(f"{n} {tuple(t.shape)}" for n, t in given.items() if t is not None))
     T, S = q.size(2), k.size(2)
     _check_meta("attention", *(t for t in (q, k, v, q_r, k_r) if t is not None))

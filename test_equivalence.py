@@ -1032,7 +1032,8 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
     q, long = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 9, 8)
     for wrong in ((q, q, long), (q, long, q), (q, q[:, :2], q[:, :2]), (q, q.reshape(4, 2, 3, 8), q.reshape(4, 2, 3, 8)), (long, q, q),
                   (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q), (q, q, q, q), (q, q, q, None, q),
-                  (q, q[..., :4], q), (q, q, q[..., :4], q, q), (q[:, :, :1], q, q, None, None, 0.0, torch.zeros(1, 2))):
+                  (q, q[..., :4], q), (q, q, q[..., :4], q, q), (q[:, :, :1], q, q, None, None, 0.0, torch.zeros(1, 2)),
+                  (q[:, :, :1], q, q, None, None, 0.0, torch.ones(1, 3, dtype=torch.bool))):  # True was added to the scores, as 1
         refuses(lambda: attention(*wrong), "expected q (B, h, T, w)", "got q (2, 4, ")
     refuses(lambda: attention(q, q, q, dropout=1.0), "dropout=1.0", "below 1")  # blocks divide by 1 - dropout
     refuses(lambda: attention(q, q, q.to("meta")), "attention", "cpu, cpu, meta")  # it returned memory that nothing had written
