@@ -368,6 +368,8 @@ class Attention(nn.Module):
             y = hadamard_affine(y, self.alpha, self.beta, self.order, heads_only=True)   # alpha * (Y (H_h (x) I)) + beta
         elif self.attn_out == "identity":
             y = torch.addcmul(self.beta.to(y.dtype), y, self.alpha.to(y.dtype))          # alpha * Y + beta: the control without a mix
+        elif self.attn_out != "none":
+            raise NotImplementedError(f"nothing computes attn_out={self.attn_out}")
         return self.resid_dropout(y)
 
 
@@ -386,8 +388,10 @@ class MLP(nn.Module):
         if self.kind == "swiglu":
             gate, up = x.chunk(2, -1)
             x = F.silu(gate) * up              # SwiGLU, arXiv:2002.05202
-        else:
+        elif self.kind == "gelu":
             x = F.gelu(x, approximate="tanh")  # as GPT-2 and the book; nanoGPT takes the exact one
+        else:
+            raise NotImplementedError(f"nothing computes mlp={self.kind}")
         return self.dropout(self.c_proj(x))
 
 
@@ -1422,6 +1426,8 @@ def clip_(model, most):
 
 def lr_at(step, lr, min_lr, warmup_steps, max_steps, schedule="cosine"):
     "Linear warm-up, then a cosine down to min_lr at the last step, max_steps - 1, or constant"
+    if schedule not in ("cosine", "constant"):
+        raise NotImplementedError(f"nothing computes schedule={schedule}")
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     if schedule == "constant":

@@ -1448,6 +1448,14 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
     assert not any(block.attn.one_pass for block in make(attn_out="signed_hadamard").h)
 
 
+def test_run_variants_half_added_are_refused(monkeypatch):
+    "A new name among the choices, without its formula: they were computed as attn_out=none, mlp=gelu and a cosine"
+    for name in ("attn_out", "mlp"):
+        monkeypatch.setitem(CHOICES, name, [*CHOICES[name], "new"])
+        refuses(lambda: make(**{name: "new"})(torch.zeros(1, 5, dtype=torch.int64)), f"{name}=new", kind=NotImplementedError)
+    refuses(lambda: model_py.lr_at(0, 1.0, 0.1, 5, 10, "new"), "schedule=new", kind=NotImplementedError)
+
+
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn="dva", n_head=1, mlp="none"), dict(attn="dva_outer", n_head=1),
                                     *SHAQ_PRESETS])
 def test_shapes_agree_on_the_meta_device(config):
