@@ -1113,7 +1113,7 @@ class SHAQ(nn.Module):
         if state is None:
             state = [None] * len(self.blocks)
         B = [tensors(s)[0].size(0) for s in state if s]
-        if len(state) != len(self.blocks) or set(B) - {idx.size(0)}:
+        if len(state) != len(self.blocks) or any(b != idx.size(0) for b in B):
             raise ValueError(f"this state has {len(state)} blocks and {max(B, default=0)} streams: expected "
                              f"{len(self.blocks)} and {idx.size(0)}; pass state=None to start afresh")
         h = self.drop(self.wte(idx))                                    # (B, T, d)

@@ -3013,6 +3013,14 @@ def test_shaq_takes_a_recurrence_whose_state_is_one_tensor():
     refuses(lambda: model(idx[:1], state=state), "2 streams", "1")
 
 
+def test_shaq_is_exported_for_a_free_number_of_streams():
+    model = tiny_shaq("shaq")
+    free = torch.export.export(model, (torch.randint(11, (2, 6)),), dynamic_shapes=dict(idx={0: torch.export.Dim("B", min=1)})).module()
+    for B in (1, 5):
+        idx = torch.randint(11, (B, 6))
+        torch.testing.assert_close(free(idx)[0], model(idx)[0])
+
+
 def lamb_parameters():
     """Matrix, vector, all-zero bias, a norm above the clamp, and one that meets the smallest trust ratio."""
     return [torch.nn.Parameter(s * randn(*shape)) for s, shape in ((1.0, (5, 7)), (0.1, (9,)), (0.0, (4,)), (20.0, (8, 6)), (1e-3, (3, 2)))]
