@@ -728,17 +728,16 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         return self
 
-    def load_state_dict(self, *args, **kw):
-        "With assign=True, too, a tied head stays tied, and a model made on the meta device gets its angles"
-        tied = self.tied()
-        found = super().load_state_dict(*args, **kw)
-        if tied and "wte.weight" in found.missing_keys:  # some files hold the two once, under either name
-            self.wte.weight = self.lm_head.weight
-        elif tied:
-            self.lm_head.weight = self.wte.weight
-        if self.config.pos == "rope" and self.cos.is_meta:
-            self.cos, self.sin = self.angles(self.wte.weight.device)
-        return found
+    def _load_from_state_dict(self, state_dict, prefix, metadata, *args):
+        """What load_state_dict calls for each module, so this holds within a wrapper's, too: with assign=True a tied head stays tied, and a
+        model made on the meta device gets its angles. Some files hold the tied two once, under either name."""
+        names = prefix + "wte.weight", prefix + "lm_head.weight"
+        w = next((state_dict[n] for n in names if n in state_dict), None)
+        if self.tied() and w is not None:  # one Parameter, or each child would make its own
+            state_dict |= dict.fromkeys(names, w if isinstance(w, nn.Parameter) else nn.Parameter(w, requires_grad=False))
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+        if w is not None and metadata.get("assign_to_params_buffers") and self.config.pos == "rope" and self.cos.is_meta:
+            self.cos, self.sin = self.angles(w.device)
 
 
 @torch.no_grad()

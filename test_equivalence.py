@@ -1511,14 +1511,16 @@ def test_gpt_sees_no_later_token_and_rope_only_distances():
 def test_gpt_made_on_the_meta_device_is_the_gpt(tie_weights):
     m, idx = make(tie_weights=tie_weights), torch.randint(0, 97, (2, 12))
     with torch.device("meta"):
-        loaded, drawn, assigned, once, other = (GPT(m.config).eval() for _ in range(5))
+        loaded, drawn, assigned, once, other, part = (GPT(m.config).eval() for _ in range(6))
     loaded.to_empty(device="cpu").load_state_dict(m.state_dict())
     assigned.load_state_dict(copy.deepcopy(m.state_dict()), assign=True)
     for model, left_out in ((once, "wte.weight"), (other, "lm_head.weight")):
         one_name = {n: p for n, p in m.state_dict().items() if n != left_out or not tie_weights}  # as safetensors keeps a tied pair
-        model.load_state_dict(copy.deepcopy(one_name), strict=False, assign=True)
-    for model in (loaded, assigned, once, other):
+        model.load_state_dict(copy.deepcopy(one_name), assign=True)
+    nn.ModuleList([part]).load_state_dict({f"0.{n}": p for n, p in copy.deepcopy(m.state_dict()).items()}, assign=True)  # as in DDP
+    for model in (loaded, assigned, once, other, part):
         assert (model.lm_head.weight is model.wte.weight) == tie_weights and torch.equal(model(idx), m(idx))
+        assert model.wte.weight.requires_grad
         assert model.num_params() == m.num_params()
     with torch.device("meta"):
         drawn.to_empty(device="cpu")
