@@ -702,7 +702,7 @@ class GPT(nn.Module):
     def flops_per_token(self, T=None):
         """Floating-point operations of forward and backward for one token: 6 for every weight of a matrix product (with the head; without
         table look-ups, vectors and the Hadamard transform's additions), 6 T d for each of attention's T x T products (two, in dva three),
-        counted without the causal mask, as is customary."""
+        counted without the causal mask, as is customary. A fixed matrix that is no Parameter would be left out: add 4 for each number."""
         c, T = self.config, T or self.config.block_size
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
         head = c.vocab_size * c.n_embd if c.tie_weights else 0
