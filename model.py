@@ -63,7 +63,7 @@ CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", 
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])
 
-SIZES = {  # [1, table 2 and v1's sizes]: these reproduce every published parameter count
+SIZES = {  # [1, table 2 and v1's sizes]: these reproduce every published parameter count. Their recipes: train_gpt.py's RECIPES
     "nano": dict(n_layer=4, n_head=4, n_embd=256, block_size=256),  # ours: for a CPU and a few minutes
     "tiny": dict(n_layer=12, n_head=12, n_embd=768),
     "small": dict(n_layer=24, n_head=16, n_embd=1024),
