@@ -751,6 +751,10 @@ def fold_hadamard(model):
     if c.attn_out != "hadamard" or hadamard_heads(c) != c.n_head:
         raise ValueError(f"fold_hadamard takes attn_out='hadamard' with a head count and head width that are Hadamard orders; got "
                          f"attn_out={c.attn_out!r}, {c.n_head} heads of {c.n_embd // c.n_head}")
+    held = {name for block in model.h for name, _ in block.attn.c_attn.named_parameters()}
+    if held not in ({"weight"}, {"weight", "bias"}):
+        raise ValueError(f"fold_hadamard: c_attn holds {', '.join(sorted(held)) or 'no parameters'}, expected weight and bias: merge first what "
+                         "was put on it, or fold before")
     folded = copy.deepcopy(getattr(model, "_orig_mod", model))  # within torch.compile()'s wrapper
     folded.config = replace(c, attn_out="head_hadamard", tie_weights=model.tied())
     d_h = c.n_embd // c.n_head

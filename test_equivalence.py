@@ -902,6 +902,9 @@ def test_gpt_impossible_settings_are_one_line():
         refuses(lambda: GPT(GPTConfig(**{**NANO, **config})), *words)
     for config in (dict(attn_out="dense"), dict(attn_out="head_hadamard"), dict(attn_out="hadamard", n_embd=60, n_head=6)):
         refuses(lambda: fold_hadamard(make(**config)), "fold_hadamard takes")
+    normed = make(attn_out="hadamard")  # the fold of g and v, as of a matrix, was no equal model
+    nn.utils.parametrizations.weight_norm(normed.h[1].attn.c_attn)
+    refuses(lambda: fold_hadamard(normed), "c_attn holds", "parametrizations.weight.original0", "expected weight and bias")
     q = torch.randn(1, 2, 5, 4)
     refuses(lambda: attention(q, q, q, mask=torch.zeros(1, 5)), "a mask goes with one query")
     refuses(lambda: make()(torch.zeros(1, 17, dtype=torch.long)), "17 tokens, but block_size is 16")
