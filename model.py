@@ -312,7 +312,7 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         d, self.n_head = config.n_embd, config.n_head
-        self.attn, self.dropout = config.attn, config.dropout
+        self.attn = config.attn
         self.attn_out = config.attn_out if self.attn == "mha" else "none"                # [2] has no output projection
         if self.attn == "mha":
             self.c_attn = nn.Linear(d, 3 * d, bias=config.bias and config.qkv_bias)  # W_Q, W_K, W_V
@@ -347,7 +347,7 @@ class Attention(nn.Module):
             for seen, new in zip(cache, (k, v)):
                 seen[:, :, at] = new.to(seen.dtype)
             k, v = ((seen if mask is not None else seen[:, :, :at.stop]).to(q.dtype) for seen in cache)
-        p = self.dropout if self.training else 0.0
+        p = self.resid_dropout.p if self.training else 0.0
         if self.attn == "dva_outer":
             v, k_r = v.chunk(2, -1)
             y = attention(q, k, v, q_r.squeeze(3), k_r, p, mask)                         # (S * (Q_R V^T)) K_R
@@ -408,7 +408,7 @@ class Block(nn.Module):
         if self.mlp is None:
             return x + self.attn(self.ln_1(x), table, cache, at, mask)
         plain = type(self.ln_2) in (nn.LayerNorm, nn.RMSNorm)  # another's formula is in its forward() alone
-        if x.is_cuda and plain and self.attn.one_pass and not (self.training and self.attn.dropout):
+        if x.is_cuda and plain and self.attn.one_pass and not (self.training and self.attn.resid_dropout.p):
             x, n = self.attn(self.ln_1(x), table, cache, at, mask, x, self.ln_2)
         else:
             x = x + self.attn(self.ln_1(x), table, cache, at, mask)

@@ -865,6 +865,10 @@ def test_gpt_dropout_is_off_in_eval_and_on_in_training(monkeypatch):
     monkeypatch.setattr(model_py, "attention", lambda *a, dropout, mask: places.append(dropout) or attention(*a, None, None, dropout, mask))
     m(idx)
     assert places == [0.5] * (1 + 3 * len(m.h))  # the embedding, then attention's weights and both branches of each block
+    for module in m.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    assert torch.equal(m(idx), m(idx))  # as fine-tuning may set it: that of attention's weights, which is no module, follows
 
 
 def test_gpt_of_nanogpts_kind_has_its_parameters_and_its_logits():
