@@ -4001,6 +4001,8 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
     fails(capsys, ends(RuntimeError("InvalidCxxCompiler: No working C++ compiler found")), "install g++", "--compile=0")
     fails(capsys, ends(RuntimeError("Failed to find C compiler. Please specify via CC")), "install gcc", "--compile=0")
     fails(capsys, ends(TritonMissing(None)), "wants Triton", "--compile=0")
+    fails(capsys, ends(RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive. Run workload")),
+          "no LSTM in bfloat16", "take --dtype=float32")
     fails(capsys, ends(GPUTooOldForTriton(SimpleNamespace(name="P100", major=6, minor=0), None)), "too old", "--compile=0")
     for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), TypeError("a fault of ours")):
         with pytest.raises(type(error)):
