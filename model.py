@@ -1465,8 +1465,8 @@ def load_checkpoint(path, kind=None):
         raise ValueError(f"{path} does not exist: train a model first, or say where its checkpoint lies (--ckpt, --stage2, or "
                          "for --resume --out_dir)") from None
     except Exception as e:  # a damaged file can raise anything
-        if isinstance(e, MemoryError) or re.search("out of memory|can't allocate memory", str(e)):
-            raise  # a good file, then
+        if isinstance(e, (MemoryError, PermissionError)) or re.search("out of memory|can't allocate memory", str(e)):
+            raise  # it may be a good file
         raise ValueError(f"{path} is no checkpoint of these scripts, or a damaged one ({type(e).__name__}): "
                          "name another, or train anew") from None
     if kind not in (None, ckpt["kind"]):

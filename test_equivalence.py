@@ -2224,6 +2224,9 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     with unittest.mock.patch.object(torch, "load", side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory")):
         with pytest.raises(RuntimeError, match="can't allocate"):  # for run() to say so: the file may be a good one
             load_checkpoint(str(path))
+    with unittest.mock.patch.object(torch, "load", side_effect=PermissionError(errno.EACCES, "Permission denied", "x")):  # another user's
+        with pytest.raises(PermissionError):
+            load_checkpoint(str(path))
     path.write_bytes(good)
     ckpt = load_checkpoint(str(path))
     torch.save({k: v for k, v in ckpt.items() if k != "evaluated"}, path)  # as of old
