@@ -522,6 +522,8 @@ def load_dataset(name, data_dir="data"):
             if not os.path.isfile(path):
                 prepare(folder, name, "byte", *pysource())
     if not os.path.isfile(path):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path)  # where another user's folder may not be read, that is the error: preparing it again would fail, too
         close = "" if name in DATASETS else nearest(name.lower(), DATASETS)
         die(f"data set {name!r} is not prepared in {data_dir}{close}; type: {hint}")
     try:

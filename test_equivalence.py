@@ -3695,6 +3695,9 @@ def test_data_pysource_is_prepared_on_demand_and_the_same_again(tmp_path, capsys
         assert len(pd.load_dataset("pysource", str(tmp_path / "waited")).val) == 3
     fails(capsys, lambda: pd.load_dataset("enwik8", str(tmp_path)), f"python prepare_data.py enwik8 --data_dir={tmp_path}")
     fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path)), "--input FILE... --name mine")
+    (tmp_path / "loop").symlink_to("loop")  # a folder that cannot be read: another user's, but root may read those
+    with pytest.raises(OSError):  # for run() to say so
+        pd.load_dataset("loop", str(tmp_path))
     (tmp_path / "mine").mkdir()
     (tmp_path / "fineweb10B").mkdir()
     for name, train, words in (("mine", ["train.bin"], "--name mine --data_dir={} --tokenizer=gpt2\n"),
