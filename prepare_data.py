@@ -98,7 +98,8 @@ def run(main, again="", memory="a smaller model, batch, window or file"):
         die(f"out of memory: take {memory} ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
     except OSError as e:
         advice = {**dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space and type the same command again"),
-                  errno.EACCES: "; choose what you may read, and write to", errno.EROFS: "; choose a place you may write to",
+                  errno.EACCES: "; choose what you may read, and write to, or start from a folder of yours, where out/ and data/ then are made",
+                  errno.EROFS: "; choose a place you may write to, or start from there",
                   errno.EEXIST: ", and is no folder; choose another place", errno.ENOTDIR: "; choose another place"}
         die(f"{e.filename + ': ' if e.filename else ''}{e.strerror or e}{advice.get(e.errno, '')}")
 

@@ -246,8 +246,8 @@ def main():
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "
         f"a step: {B} x {T} tokens = {m.world} processes x {accumulate} micro-batches x {micro} sequences")
-    say(f"{s['max_steps']} steps, {s['max_steps'] * B / windows.count:.2g} epochs, lr {s['lr']:g}{'' if s['schedule'] == 'constant' else ' -> %g' % s['min_lr']}, "
-        f"{'compiled' if s['compile'] else 'not compiled'}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
+    say(f"{s['max_steps']} steps, {s['max_steps'] * B / windows.count:.2g} epochs, lr {s['lr']:g}"
+        f"{'' if s['schedule'] == 'constant' else ' -> %g' % s['min_lr']}, {'compiled' if s['compile'] else 'not compiled'}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
 
     def save(step):
         "On every rank: none goes on, or leaves, before the file is there"
