@@ -244,10 +244,12 @@ def main():
     say(m.note)
     say(f"{s['size']}, {c['attn']}, {c['attn_out']}: {model.num_params():,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
+    shares = f"{m.world} processes x " if m.world > 1 else ""
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "
-        f"a step: {B} x {T} tokens = {m.world} processes x {accumulate} micro-batches x {micro} sequences")
-    say(f"{s['max_steps']} steps, {s['max_steps'] * B / windows.count:.2g} epochs, lr {s['lr']:g}"
-        f"{'' if s['schedule'] == 'constant' else ' -> %g' % s['min_lr']}, {'compiled' if s['compile'] else 'not compiled'}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
+        f"a step: {B} x {T} tokens = {shares}{accumulate} micro-batches x {micro} sequences")
+    falls = "" if s["schedule"] == "constant" else f" -> {s['min_lr']:g}"
+    say(f"{s['max_steps']} steps, {s['max_steps'] * B / windows.count:.2g} epochs, lr {s['lr']:g}{falls}, "
+        f"{'compiled' if s['compile'] else 'not compiled'}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
 
     def save(step):
         "On every rank: none goes on, or leaves, before the file is there"
