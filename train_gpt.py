@@ -50,12 +50,13 @@ def parse(argv=None, prog="train_gpt.py"):
     add = parser.add_argument
     add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (default tiny on "
         "CUDA, else nano); gpt2_book and dva_book have other defaults than those below: see SIZES and RECIPES")
-    for name, what in dict(attn="multi-head attention, or Dynamic Value Attention, as trained in its paper (there with --n_head=1 --mlp=none) or in "
-                                "its outer form",
-                           attn_out="in the place of mha's output projection: that itself, a Hadamard transform, one over heads only, a scale and "
-                                    "bias alone, or nothing",
-                           mlp="feed-forward block", pos="how attention knows positions", norm="before each branch and at the end",
-                           init="initial weights: GPT-2's, or PyTorch's own, as in the experiment of gpt2_book and dva_book").items():
+    for name, what in dict(
+            attn="multi-head attention, or Dynamic Value Attention, as trained in its paper (there with --n_head=1 --mlp=none) or in its "
+                 "outer form",
+            attn_out="in the place of mha's output projection: that itself, a Hadamard transform, one over heads only, a scale and bias "
+                     "alone, or nothing",
+            mlp="feed-forward block", pos="how attention knows positions", norm="before each branch and at the end",
+            init="initial weights: GPT-2's, or PyTorch's own, as in the experiment of gpt2_book and dva_book").items():
         add(f"--{name}", choices=CHOICES[name], help=f"{what} (default {getattr(GPTConfig, name)})")
     for name in ("n_layer", "n_head", "n_embd", "block_size"):
         add(f"--{name}", type=number(int, 1), help="instead of the preset's")
