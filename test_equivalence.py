@@ -1977,7 +1977,7 @@ def test_train_resumes_with_micro_batches_that_divide_where_the_stored_ones_do_n
     train("--batch_tokens=192", "--micro_batch=3", "--max_steps=1")
     ckpt = load_checkpoint(str(tmp_path / "out/ckpt.pt"))
     torch.save(ckpt | dict(settings=ckpt["settings"] | dict(micro_batch=4)), tmp_path / "out/ckpt.pt")  # as of two processes, B // 2 = 3
-    assert "x 2 micro-batches x 3 sequences" in ended(train("--resume", "--max_steps=2"))[1]
+    assert "tokens = 2 micro-batches x 3 sequences" in ended(train("--resume", "--max_steps=2"))[1]
 
 
 def test_train_micro_batches_do_not_change_the_curve(train):
