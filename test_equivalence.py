@@ -1277,6 +1277,10 @@ def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
         assert error(loss.detach(), exact.detach()) < 1e-12
         for a, b in zip(torch.autograd.grad(3 * loss, (x, w)), torch.autograd.grad(3 * exact, (x, w))):
             assert error(a, b) < 1e-12
+        x, w, y = torch.tensor([[8.0, 1e4]], requires_grad=True), torch.tensor([[1.0, 1.0], [0.0, 1.0]]), torch.tensor([0])
+        loss, exact = model_py.HeadLoss.apply(x, w, y, True), F.cross_entropy(x.double() @ w.double().T, y)  # logits 10,008 and 10,000
+        assert error(loss.detach(), exact.detach()) < 3e-4  # a loss of 3e-4: 1 less 3e-4 is rounded, not 10,008 less 3e-4
+        assert error(*(torch.autograd.grad(v, x)[0].double() for v in (loss, exact))) < 3e-4
     for rows in (0, 10):  # none, or none that counts: nan, and gradients that leave others' as they are
         x, w, y = randn(rows, 6, grad=True), randn(7, 6, grad=True), torch.full((rows,), -100)
         loss = model_py.HeadLoss.apply(x, w, y, True)
