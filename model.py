@@ -506,10 +506,10 @@ def evaluating(model):
 
 
 def sample(logits, temperature, top_k, u):
-    """One token for each row of logits (B, V), by u (B, 1) in [0, 1): (B, 1). In fp64, so that the draw does not depend on the last bits of
-    a sum; on the CPU for Apple's GPUs, which have no fp64."""
-    if not temperature >= 0 or (top_k or 0) < 0:
-        raise ValueError(f"temperature={temperature}, top_k={top_k}: expected temperature >= 0 and top_k >= 0")
+    """One token for each row of logits (B, V), by u (B, 1) in [0, 1): (B, 1). top_k: of the k likeliest and those level with the last of
+    them. In fp64, so that the draw does not depend on the last bits of a sum; on the CPU for Apple's GPUs, which have no fp64."""
+    if not 0 <= temperature < math.inf or (top_k or 0) < 0:
+        raise ValueError(f"temperature={temperature}, top_k={top_k}: expected a finite temperature >= 0 and top_k >= 0")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     device, logits = logits.device, logits.to(u.device).double()

@@ -1146,6 +1146,9 @@ def test_gpt_sample_follows_its_distribution():
     logits, u = torch.randn(5, 50), torch.rand(5, 1, dtype=torch.float64)
     for temperature in (1e-320, 1e-307, 1e-9):
         assert torch.equal(sample(logits, temperature, None, u), logits.argmax(-1, keepdim=True))
+    refuses(lambda: sample(logits, math.inf, 2, u), "temperature=inf", "finite")  # 0 / inf for all: top_k would keep every token
+    u = torch.linspace(0, 0.99, 100, dtype=torch.float64)[:, None]
+    assert sample(torch.tensor([0.0, 2.0, 2.0, 2.0, 1.0]).expand(100, 5), 1, 2, u).unique().tolist() == [1, 2, 3]  # level with the second
 
 
 def test_generation_takes_the_smallest_block_refuses_what_is_no_prompt_and_gives_the_mode_back():
