@@ -1497,7 +1497,8 @@ def qrnn_pool(gates, c0=None):
     """fo_pool(tanh(z), sigmoid(f), sigmoid(o), c0) for gates (B, T, 3H) = logits [z, f, o], activations fused.
 
     Prefer it in 16-bit: from a logit of about 6.2 on, f rounds to exactly 1 in bf16, and the channel is stuck. Here f is
-    computed from the logit in fp32, and stays below 1 up to a logit of about 16.
+    computed from the logit in fp32, and stays below 1 up to a logit of about 16. In fp32 tanh and sigmoid are right to about 2e-7, absolute: tanh(z)
+    below 3e-8 counts as 0, and 1 - f is off by 1% at a logit of 12, by a fifth at 15. fp64 is right to 4e-16.
     Dtypes, results, errors and source as for fo_pool.
     """
     if gates.dim() != 3 or gates.size(2) % 3:
