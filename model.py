@@ -17,6 +17,7 @@ To import it needs torch and kernels.py beside it, nothing else; to run it, prep
 import contextlib
 import copy
 import ctypes
+import json
 import math
 import os
 import platform
@@ -24,6 +25,7 @@ import re
 import sys
 import time
 import zipfile
+import zlib
 from collections import namedtuple
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -1300,6 +1302,15 @@ class Machine:
     def all(self, done):
         "Whether done is true on every process. Each waits here for the slowest."
         return self.mean(torch.tensor(float(done), device=self.device)).item() > 1 - 0.5 / self.world
+
+    def same(self, what):
+        "Whether what, which JSON can hold, is the same on every process. Each waits here for the slowest."
+        if self.world == 1:
+            return True
+        h = zlib.crc32(json.dumps(what, sort_keys=True).encode())
+        most = torch.tensor([h, -h], device=self.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        return most.sum().item() == 0
 
     def parallel(self, model):
         "From here on self.net is model, with its gradients averaged over all processes"

@@ -2126,6 +2126,29 @@ def test_train_compiled_processes_are_one(train, torchrun, data_dir, tmp_path):
     assert not any("_orig_mod" in k for k in torch.load(tmp_path / "two/ckpt.pt", weights_only=True)["model"])
 
 
+def test_train_processes_that_differ_end_before_an_earlier_run_is_touched(train, train_shaq_here, tmp_path, monkeypatch):
+    "By hand on each of two machines: other flags, other data of that name, a checkpoint of a local disk; nothing would show that replicas drift"
+    one, two = (model_py.Machine(torch.device("cpu"), torch.float32, 0, world, "") for world in (1, 2))
+    for theirs, equal in (dict(lr=1.0, n=[1]), True), (dict(n=[1], lr=1.0), True), (dict(lr=2.0, n=[1]), False), (dict(lr=0.5, n=[1]), False):
+        sent = []
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.distributed, "all_reduce", lambda t, op: sent.append(t.clone()))
+            two.same(theirs)
+            patch.setattr(torch.distributed, "all_reduce", lambda t, op: t.copy_(torch.maximum(t, sent[0])))
+            assert two.same(dict(lr=1.0, n=[1])) == equal and one.same(theirs)
+    for run in train, train_shaq_here:
+        assert run("--max_steps=1")[0] == 0
+        before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+        for differ, word in enumerate(("flags", "data", "checkpoints")):
+            asked = []
+            with monkeypatch.context() as patch:
+                patch.setattr(model_py.Machine, "same", lambda m, what: asked.append(what) or len(asked) <= differ)
+                one_line(run("--max_steps=1"), f"the processes differ in their {word}", "that all share")
+        assert asked[0][0]["data_dir"] == asked[0][0]["out_dir"] == "" and asked[1]["name"] == "mine" and asked[2] == 0
+        assert before == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+        shutil.rmtree(tmp_path / "out")
+
+
 def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp_path, monkeypatch):
     path, left = tmp_path / "out/ckpt.pt", []
     monkeypatch.setattr(model_py.Machine, "leave", lambda m: left.append(m))  # before the line: all processes go together

@@ -273,6 +273,9 @@ def main():
     parts, flops = model.param_breakdown(), model.flops_per_token(s["bptt"])
     peak, peak_from = peak_flops(m)
     versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
+    for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=source, checkpoints=first).items():
+        if not m.same(mine):  # replicas would drift apart, and nothing would show it
+            die(f"the processes differ in their {what}: type the same command on each machine, with --data_dir and --out_dir that all share")
     if m.rank == 0:
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
                   dict(settings=s, config=c, params=sum(parts.values()), machine=m.note, versions=versions),
