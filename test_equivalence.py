@@ -1875,37 +1875,6 @@ def test_train_evaluation_by_hand():
         assert found == pytest.approx(F.cross_entropy(m.eval()(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item())
 
 
-def test_train_logs_what_it_says(train, tmp_path, data_dir, monkeypatch):
-    "Three bytes a token, a card of 1 GFLOP/s, a size with the recipe's own min_lr; no seed of dropout comes twice"
-    shutil.copytree(data_dir / "mine", tmp_path / "mine")
-    meta = json.loads((tmp_path / "mine/meta.json").read_text())
-    meta["bytes"]["val"] *= 3
-    (tmp_path / "mine/meta.json").write_text(json.dumps(meta))
-    monkeypatch.setattr(train_gpt, "peak_flops", lambda m: (1e9, "here"))
-    # the other processes wait here for what only the first one can fail at: its log
-    monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: setattr(m, "net", model if records(tmp_path / "out") else None))
-    seeds, real = [], torch.manual_seed
-    monkeypatch.setattr(torch, "manual_seed", lambda n: seeds.append(n) or real(n))
-    monkeypatch.setattr(train_gpt, "hadamard_path", lambda d, device, *how: f"{d}, {how}")
-    _, said, _, (first, *log) = train("--size=tiny", "--lr=0.02", f"--data_dir={tmp_path}")
-    assert first["machine"].endswith("; transform: 32, (2, False)") and f"{first['machine']}\n" in said  # heads of 16
-    flops = GPT(GPTConfig(**first["config"])).flops_per_token()
-    assert [r["lr"] for r in log if "lr" in r] == pytest.approx([lr_at(i, 0.02, 0.002, 2, 6) for i in range(6)])
-    for r in log:
-        if "loss" in r:
-            assert r["tokens_per_s"] * r["ms"] == pytest.approx(256e3) and r["mfu"] * 1e9 == pytest.approx(r["tokens_per_s"] * flops)
-            assert (f"  loss {r['loss']:.4f}  lr {r['lr']:.2e}  norm {r['norm']:.2f}  {r['ms']:.0f} ms  {r['tokens_per_s']:,.0f} tokens/s  "
-                    f"MFU {r['mfu']:.1%}  {pd.duration(r['seconds_left'])} left\n") in said
-        else:
-            assert r["bits_per_byte"] == pytest.approx(r["val_loss"] / math.log(2) / 3)
-            assert r["perplexity"] == pytest.approx(math.exp(r["val_loss"]))
-            assert f"{r['val_loss']:.4f} nats per byte, perplexity {r['perplexity']:.2f}, {r['bits_per_byte']:.4f} bits per byte" in said
-    other = train("--seed=2", "--min_lr=0.004", "--attn_out=head_hadamard", out="other")[3]
-    assert other[0]["machine"].endswith("; transform: 32, (2, True)")
-    assert [r["lr"] for r in other if "lr" in r] == pytest.approx([lr_at(i, 0.01, 0.004, 2, 6) for i in range(6)])
-    assert len(set(seeds)) == len(seeds) == 2 * 7
-
-
 def test_train_flags_reach_the_model_the_optimiser_and_the_data(train, tmp_path, monkeypatch):
     model = dict(n_layer=2, n_head=1, n_embd=16, block_size=16, attn="dva", attn_out="dense", mlp="gelu", pos="learned", norm="rmsnorm",
                  bias=False, tie_weights=False, dropout=0.2, init="torch")
@@ -3219,39 +3188,51 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
     assert "test, last step:" in resumed("p")
 
 
-def test_train_shaq_logs_what_it_says(train_shaq_here, tmp_path, monkeypatch):
-    "Three bytes a token, in the test split five, a card of 1 GFLOP/s, windows of any length, a second a step and 50 an evaluation"
-    pd.prepare(str(tmp_path / "data/three"), "three", "byte", random_words(900), "", percent=(80, 90))
-    path = tmp_path / "data/three/meta.json"
-    meta = json.loads(path.read_text())
-    path.write_text(json.dumps(meta | dict(bytes=meta["bytes"] | dict(val=3 * meta["tokens"]["val"], test=5 * meta["tokens"]["test"]))))
-    monkeypatch.setattr(train_shaq, "peak_flops", lambda m: (1e9, "here"))
+def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
+    "Three bytes a token, in the test split five, a card of 1 GFLOP/s, a second a step and 50 an evaluation; no seed of dropout comes twice"
+    script, run = either
+    gpt, data, seeds, asked = script is train_gpt, tmp_path / "data/three", [], []
+    pd.prepare(str(data), "three", "byte", random_words(900), "", percent=(80, 90))
+    meta = json.loads((data / "meta.json").read_text())
+    more = {split: n * meta["tokens"][split] for split, n in (("val", 3), ("test", 5))}
+    (data / "meta.json").write_text(json.dumps(meta | dict(bytes=meta["bytes"] | more)))
+    monkeypatch.setattr(script, "peak_flops", lambda m: (1e9, "here"))
+    # the other processes wait here for what only the first one can fail at: its log
     monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: setattr(m, "net", model if records(tmp_path / "out") else None))
-    seconds, evaluate = itertools.count(), train_shaq.evaluate
-    monkeypatch.setattr(train_shaq, "time", SimpleNamespace(perf_counter=seconds.__next__))
-    monkeypatch.setattr(train_shaq, "evaluate", lambda *a, **kw: [next(seconds) for _ in range(50)] and evaluate(*a, **kw))
-    asked, generate = [], SHAQ.generate
+    seconds, evaluate, seed, generate = itertools.count(), script.evaluate, torch.manual_seed, SHAQ.generate
+    monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=seconds.__next__))
+    monkeypatch.setattr(script, "evaluate", lambda *a, **kw: [next(seconds) for _ in range(50)] and evaluate(*a, **kw))
+    monkeypatch.setattr(torch, "manual_seed", lambda n: seeds.append(n) or seed(n))
+    monkeypatch.setattr(train_gpt, "hadamard_path", lambda d, device, *how: f"{d}, {how}")
     monkeypatch.setattr(SHAQ, "generate", lambda *a, **kw: asked.append((a[1].tolist(), *a[2:], kw["generator"].initial_seed()))
                         or generate(*a, **kw))
-    _, said, _, (first, *log) = ended(train_shaq_here("--dataset=three", "--max_steps=6", "--mem_len=10", "--seed=2",
-                                                      f"--eval_tokens={meta['tokens']['test'] - 1}"))
-    assert asked == [([[10]], 400, 0.8, 50, 2)]
-    minutes = 0.0
-    flops = SHAQ(SHAQConfig(**first["config"])).flops_per_token(20)
-    assert first["settings"]["min_lr"] == pytest.approx(first["settings"]["lr"] / 10)
+    flags = ["--size=tiny", "--lr=0.02"] if gpt else ["--mem_len=10", f"--eval_tokens={meta['tokens']['test'] - 1}"]
+    _, said, _, (first, *log) = ended(run("--dataset=three", f"--data_dir={data.parent}", "--seed=2", *flags))
+    s, c, steps = first["settings"], first["config"], [r for r in log if "loss" in r]
+    flops = GPT(GPTConfig(**c)).flops_per_token() if gpt else SHAQ(SHAQConfig(**c)).flops_per_token(20)
+    assert s["min_lr"] == pytest.approx(s["lr"] / 10) and len(set(seeds)) == len(seeds) == 7
+    for i, r in enumerate(steps):
+        n = 256 if gpt else 2 * train_shaq.window_length(2, i, 20)
+        assert (r["step"], r["ms"], r["tokens_per_s"]) == (i, 1e3, n) and r["mfu"] * 1e9 == pytest.approx(n * flops)
+        assert gpt or r["tokens"] == n and r["minutes"] == pytest.approx(i / 60)
+        bpc = "" if gpt else f"  bpc {r['loss'] / math.log(2) / 3:.3f}"
+        assert (f"  loss {r['loss']:.4f}{bpc}  lr {r['lr']:.2e}  norm {r['norm']:.2f}  1000 ms  {n} tokens/s  MFU {r['mfu']:.1%}  "
+                f"{pd.duration(r['seconds_left'])} left\n") in said
     for r in log:
-        if "loss" in r:
-            assert r["tokens"] == 2 * train_shaq.window_length(first["settings"]["seed"], r["step"], 20)
-            assert r["tokens_per_s"] == r["tokens"] and r["ms"] == 1e3 and r["minutes"] == pytest.approx(minutes)
-            assert r["mfu"] * 1e9 == pytest.approx(r["tokens_per_s"] * flops)
-            minutes += r["ms"] / 6e4
-            assert (f"  loss {r['loss']:.4f}  bpc {r['loss'] / math.log(2) / 3:.3f}  lr {r['lr']:.2e}  norm {r['norm']:.2f}  1000 ms  "
-                    f"{r['tokens']} tokens/s  MFU {r['mfu']:.1%}  {pd.duration(r['seconds_left'])} left\n") in said
-        else:
-            kind = "test_" if "test_loss" in r else ""
-            assert r[kind + "bits_per_byte"] == pytest.approx(r["test_loss" if kind else "val_loss"] / math.log(2) / (5 if kind else 3))
-            assert f"{r[kind + 'bits_per_byte']:.4f} bits per byte" in said
-    assert kind and "alone" not in said  # the last record is the test's, of all of its split
+        for loss, bits, size in (("val_loss", "bits_per_byte", 3), ("test_loss", "test_bits_per_byte", 5)):
+            if loss in r:
+                assert r[bits] == pytest.approx(r[loss] / math.log(2) / size) and f"{r[bits]:.4f} bits per byte" in said
+    if not gpt:
+        assert "test_loss" in log[-1] and "alone" not in said and asked == [([[10]], 400, 0.8, 50, 2)]  # all of the test split
+        return
+    for r in (r for r in log if "val_loss" in r):
+        assert r["perplexity"] == pytest.approx(math.exp(r["val_loss"]))
+        assert f"{r['val_loss']:.4f} nats per byte, perplexity {r['perplexity']:.2f}, {r['bits_per_byte']:.4f} bits per byte" in said
+    assert first["machine"].endswith("; transform: 32, (2, False)") and f"{first['machine']}\n" in said  # heads of 16
+    assert [r["lr"] for r in steps] == pytest.approx([lr_at(i, 0.02, 0.002, 2, 6) for i in range(6)])
+    first, *log = run("--min_lr=0.004", "--attn_out=head_hadamard", out="other")[3]
+    assert first["machine"].endswith("; transform: 32, (2, True)")
+    assert [r["lr"] for r in log if "lr" in r] == pytest.approx([lr_at(i, 0.01, 0.004, 2, 6) for i in range(6)])
 
 
 def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch):
