@@ -2089,23 +2089,6 @@ def test_train_processes_that_differ_end_before_an_earlier_run_is_touched(train,
         shutil.rmtree(tmp_path / "out")
 
 
-def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(train, tmp_path, monkeypatch):
-    path, left = tmp_path / "out/ckpt.pt", []
-    monkeypatch.setattr(model_py.Machine, "leave", lambda m: left.append(m))  # before the line: all processes go together
-    train("--max_steps=3", "--lr=0.01")
-    ckpt = load_checkpoint(str(path))
-    torch.save(ckpt | dict(settings=ckpt["settings"] | dict(lr=1e30, min_lr=1e30)), path)
-    before = path.read_bytes()
-    one_line(train("--resume", "--eval_interval=100", "--max_steps=9"), "step ", "Lower --lr", "ckpt.pt stays as it was")
-    one_line(train("--resume", "--eval_interval=1", "--max_steps=9"), "step 4: validation loss", "ckpt.pt stays as it was")
-    with monkeypatch.context() as patch:  # of a loss that is
-        patch.setattr(train_gpt, "clip_", lambda *a: torch.tensor(math.inf))
-        one_line(train("--resume", "--max_steps=9"), "step 3: loss ", "gradient norm inf")
-    assert path.read_bytes() == before  # the evaluation does not save it
-    one_line(train("--lr=1e30", "--warmup_steps=0", "--eval_interval=100"), "step ", "no checkpoint yet")
-    assert not path.exists() and (tmp_path / "out/ckpt.pt.old").read_bytes() == before and len(left) == 5
-
-
 def test_train_dtype_is_that_of_training_and_evaluation_and_stays(train, train_shaq_here):
     for run, kind in ((train, "gpt"), (train_shaq_here, "shaq")):
         high, low = (losses(ended(run("--max_steps=1", f"--dtype={dtype}", out=kind + dtype))[3]) for dtype in ("float32", "bfloat16"))
@@ -2205,16 +2188,6 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     one_line(train("--resume"), "ckpt.pt", "(n_expert): another version")
     torch.save(ckpt | dict(config=ckpt["config"] | dict(n_embd=64)), path)
     one_line(train("--resume"), "ckpt.pt", "other parameters", "(h.0.attn.alpha, h.0.attn.beta, ", "..): another version")
-
-
-def test_train_resume_with_other_data_of_that_name_is_one_line(train, tmp_path):
-    prepare = lambda text, *percent: pd.prepare(str(tmp_path / "changing"), "changing", "byte", text * 999, "", percent=percent)
-    prepare(b"first ", 90)
-    assert train("--dataset=changing", f"--data_dir={tmp_path}")[0] == 0
-    for text, percent, words in ((b"other ", 90, ("ckpt.pt", "changing", "SHA-256")),
-                                 (b"first ", 80, ("5,394 byte tokens", "4,795 byte tokens"))):  # the same text, split elsewhere
-        prepare(text, percent)
-        one_line(train("--resume", "--max_steps=9", f"--data_dir={tmp_path}"), *words, "prepare the same data")
 
 
 def test_train_folder_that_cannot_be_written_is_one_line(train, tmp_path):
@@ -3161,6 +3134,35 @@ def test_train_stopped_just_before_an_evaluation_makes_it_on_resume_wherever_it_
     assert "earlier run" not in result[1] and [list(found) for found in losses(result[3])] == [[0], [0, 1]]
 
 
+def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(either, tmp_path, monkeypatch):
+    (script, run), path, left = either, tmp_path / "out/ckpt.pt", []
+    monkeypatch.setattr(model_py.Machine, "leave", lambda m: left.append(m))  # before the line: all processes go together
+    adamw = ["--optimizer=adamw"] if script is train_shaq else []
+    run("--max_steps=3", "--lr=0.01", *adamw)
+    ckpt = load_checkpoint(str(path))
+    torch.save(ckpt | dict(settings=ckpt["settings"] | dict(lr=1e30, min_lr=1e30)), path)
+    before = path.read_bytes()
+    one_line(run("--resume", "--eval_interval=100", "--max_steps=9"), "step ", "Lower --lr", "ckpt.pt stays as it was")
+    one_line(run("--resume", "--eval_interval=1", "--max_steps=9"), "step 4: validation loss", "ckpt.pt stays as it was")
+    with monkeypatch.context() as patch:  # of a loss that is
+        patch.setattr(script, "clip_", lambda *a: torch.tensor(math.inf))
+        one_line(run("--resume", "--max_steps=9"), "step 3: loss ", "gradient norm inf")
+    assert path.read_bytes() == before  # the evaluation does not save it
+    one_line(run("--lr=1e30", "--warmup_steps=0", "--eval_interval=100", *adamw), "step ", "no checkpoint yet")
+    assert not path.exists() and (tmp_path / "out/ckpt.pt.old").read_bytes() == before and len(left) == 5
+
+
+def test_train_resume_with_other_data_of_that_name_is_one_line(either, tmp_path):
+    _, run = either
+    prepare = lambda text, *percent: pd.prepare(str(tmp_path / "data/changing"), "changing", "byte", text * 999, "", percent=percent)
+    prepare(b"first ", 90)
+    ended(run("--dataset=changing", f"--data_dir={tmp_path / 'data'}", "--max_steps=1"))
+    for text, percent, words in ((b"other ", 90, ("ckpt.pt", "changing", "SHA-256")),
+                                 (b"first ", 80, ("5,394 byte tokens", "4,795 byte tokens"))):  # the same text, split elsewhere
+        prepare(text, percent)
+        one_line(run("--resume", "--max_steps=9", f"--data_dir={tmp_path / 'data'}"), *words, "prepare the same data")
+
+
 def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
     def resumed(out):
         return ended(train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out=out))[1]
@@ -3267,15 +3269,6 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     one_line(train_shaq_here("--stage2="), "does not exist")
     torch.save(dict(kind="GPT", config={}, model={}, data={}), tmp_path / "gpt.pt")
     one_line(train_shaq_here(f"--stage2={tmp_path / 'gpt.pt'}"), "gpt.pt is a checkpoint of train_gpt.py", "another\n")
-    for interval in (1, 100):
-        flags = "--optimizer=adamw", "--lr=1e30", "--warmup_steps=0", "--max_steps=20", f"--eval_interval={interval}"
-        one_line(train_shaq_here(*flags), "Lower --lr", "no checkpoint yet")
-    with monkeypatch.context() as patch:  # of a loss that is finite
-        patch.setattr(train_shaq, "clip_", lambda *a: torch.tensor(math.inf))
-        one_line(train_shaq_here(), "step 0: loss ", "gradient norm inf")
-    ended(train_shaq_here("--max_steps=0"))
-    pd.prepare(str(tmp_path / "mine"), "mine", "byte", b"other " * 2000, "")
-    one_line(train_shaq_here("--resume", "--max_steps=9", f"--data_dir={tmp_path}"), "SHA-256", "prepare the same data")
 
 
 def test_train_max_minutes_shortens_the_schedule_of_a_resumed_run_too(either, tmp_path, monkeypatch):
