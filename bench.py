@@ -470,10 +470,12 @@ class Trainer:
             return train_gpt.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.micro, self.m, self.s["eval_windows"])
         return train_shaq.evaluate(self.model, self.data.val, self.s["eval_tokens"], self.T, self.m)
 
-    def run(self, what, points=10):
+    def run(self, what, points=10, whole=None):
         """All steps -> (curve, tokens/s). The curve's points: [step, training loss since the last point, validation loss, FLOPs, seconds in
-        steps]. A run that diverges ends there, with a validation loss of inf. what: the run's name in its line of progress."""
-        curve, losses, times, start = [[0, None, self.validate(), 0.0, 0.0]], [], [], time.perf_counter()
+        steps]. A run that diverges ends there, with a validation loss of inf. what: the run's name in its line of progress, which counts
+        the steps of all runs where whole has (steps before this run, steps of all, when the first began)."""
+        before, total, start = whole or (0, self.steps, time.perf_counter())
+        curve, losses, times = [[0, None, self.validate(), 0.0, 0.0]], [], []
         marks = {round(self.steps * (k + 1) / points) for k in range(points)}
         for i in range(self.steps):
             t0 = time.perf_counter()
@@ -487,7 +489,7 @@ class Trainer:
             if curve[-1][2] == math.inf:
                 break
             if i + 1 < self.steps:
-                progress(i + 1, self.steps, start, what, unit="steps", scale=1)
+                progress(before + i + 1, total, start, what, unit="steps", scale=1)
         if progress.open:  # a terminal: the next line takes the place of this one
             print(end="\r" + 79 * " " + "\r", file=sys.stderr)
             progress.open = False
@@ -595,13 +597,14 @@ def bench_compare(args):
         steps = [base.steps] * len(trainers)
     del trainers, base
 
-    runs = [[] for _ in variants]
+    runs, done, total, began = [[] for _ in variants], 0, sum(steps) * args.seeds, time.perf_counter()
     for seed in range(args.seed, args.seed + args.seeds):
         given = dict(make(variants[0], seed).model.named_parameters())
         for i in [(seed + k) % len(variants) for k in range(len(variants))]:  # each seed begins with another, so warming up favours none
             t = make(variants[i], seed, given)
             t.set_steps(steps[i])
-            curve, tokens_per_s = t.run(f"run {sum(map(len, runs)) + 1} of {len(variants) * args.seeds}", args.points)
+            curve, tokens_per_s = t.run(f"run {sum(map(len, runs)) + 1} of {len(variants) * args.seeds}", args.points, (done, total, began))
+            done += t.steps
             loss = curve[-1][2]
             if loss == math.inf:
                 die(f"{texts[i] or 'default'}, seed {seed}: diverged at step {curve[-1][0]}, lr {t.s['lr']:g}: "
