@@ -164,14 +164,6 @@ def evaluate(model, tokens, eval_tokens, bptt, m, streams=16):
     return (m.mean(loss * len(mine) / length) * m.world / streams).item()
 
 
-def best_of(path):
-    "The validation loss of the best checkpoint at path, None without one. A full disk can have kept it from following ckpt.pt."
-    try:
-        return load_checkpoint(path, "SHAQ")["best"]
-    except ValueError:
-        return None
-
-
 # -----------------------------------------------------------------------------
 # The state of all streams, for the checkpoint: nested lists and tuples of tensors whose dimension 0 is the streams
 
@@ -300,10 +292,9 @@ def main():
 
     # loop
     stop = StopSignal()
-    clock, saved = time.perf_counter(), True
+    clock, saved, best_saved = time.perf_counter(), True, True
     spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
     asked = None if s["paced"] else s["max_steps"]  # a resumed run keeps the schedule that it had
-    best_saved = True if resume and best_of(best_path) == best else None  # None: no best.pt is this run's, yet
     step = first
     while True:
         last = step >= s["max_steps"]
@@ -377,9 +368,13 @@ def main():
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
-    best_there = m.all(bool(best_saved) and os.path.exists(best_path))
+    try:
+        chosen = load_checkpoint(best_path, "SHAQ")
+    except ValueError:  # there is none
+        chosen = dict(best=None)
+    best_there = m.all(chosen["best"] == best)  # a full disk can have kept it from following ckpt.pt
     if best_there:
-        model.load_state_dict(load_checkpoint(best_path, "SHAQ")["model"])
+        model.load_state_dict(chosen["model"])
     if data.test is not None:
         test = evaluate(model, data.test, s["eval_tokens"], s["bptt"], m, streams=8)
         bpc = test / math.log(2) * len(data.test) / data.meta["bytes"]["test"]
@@ -400,7 +395,7 @@ def main():
         if saved or best_there:
             say(f"{show}: the model{' at its best validation loss' * best_there} (python model.py --ckpt={quote(show)} --prompt=...); "
             + f"{path}: at its last step; " * (best_there and saved) + f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
-    if (not saved or best_saved is False) and m.rank == 0:
+    if not (saved and best_saved) and m.rank == 0:
         die(f"the last checkpoint could not be written to {best_path if saved else path}")
 
 
