@@ -1238,14 +1238,6 @@ class LAMB(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm,
                                       min_trust=min_trust))
 
-    def add_param_group(self, group):
-        """Optimizer.__init__ calls this for each of params, too."""
-        super().add_param_group(group)
-        for p in self.param_groups[-1]["params"]:
-            if p.dtype not in (torch.float32, torch.float64):
-                del self.param_groups[-1]
-                raise ValueError(f"LAMB: got a parameter in {p.dtype}, expected fp32; use autocast for 16 bits")
-
     @torch.no_grad()
     def step(self, closure=None):
         """One update of every parameter that has a gradient. Returns closure()'s loss, or None."""
@@ -1255,6 +1247,8 @@ class LAMB(torch.optim.Optimizer):
             if not w:
                 continue
             for p in w:
+                if p.dtype not in (torch.float32, torch.float64):
+                    raise ValueError(f"LAMB: got a parameter in {p.dtype}, expected fp32; use autocast for 16 bits")
                 if not self.state[p]:
                     self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             g = [p.grad for p in w]
