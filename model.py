@@ -1374,8 +1374,10 @@ def machine(device="auto", dtype="auto"):
     if dtype != "auto":
         m.note += f"; {dtype}, as set" + (", its products in TF32" if device.type == "cuda" and dtype == "float32" and has_bf16 else "")
     else:
-        faster, why = has_bf16, "" if has_bf16 else ", as there are no bfloat16 instructions"
-        if has_bf16 and device.type == "cpu":  # where a virtual machine hides the matrix units, a product in bf16 takes twice fp32's time
+        faster, why = has_bf16, ""
+        if not has_bf16:
+            why = ", as there are no bfloat16 instructions"
+        elif device.type == "cpu":  # where a virtual machine hides the matrix units, a product in bf16 takes twice fp32's time
             rates = [[product_rate(device, t, 512) for t in (torch.bfloat16, torch.float32)] for _ in range(3)]
             low, high = map(max, zip(*rates))  # measured in turns, as other work may come between
             faster = low > 1.2 * high          # casts are not free
@@ -1461,9 +1463,9 @@ def load_checkpoint(path, kind=None):
     "-> the checkpoint, a dict. ValueError in one line: none of ours, of another version, or not of this kind (GPT | SHAQ)."
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(ckpt, dict) or ckpt.get("kind") not in KINDS or not {"config", "model", "data"} <= set(ckpt):
-            raise KeyError
-        if kind == ckpt["kind"] and not {"settings", "optimizer", "step", "evaluated"} <= set(ckpt):  # sampling would do without
+        Model, Config = KINDS[ckpt.get("kind")]
+        more = ("settings", "optimizer", "step", "evaluated") if kind == ckpt["kind"] else ()  # sampling does without
+        if not {"config", "model", "data", *more} <= set(ckpt):
             raise KeyError
         held = {name: t.shape for name, t in ckpt["model"].items()}
         with zipfile.ZipFile(path) as z:  # torch.load leaves the checksums unread
@@ -1480,7 +1482,6 @@ def load_checkpoint(path, kind=None):
     if kind not in (None, ckpt["kind"]):
         raise ValueError(f"{path} is a checkpoint of {'train_shaq.py' if kind == 'GPT' else 'train_gpt.py'}: "
                          "go on with it there, or name another")
-    Model, Config = KINDS[ckpt["kind"]]
     what, unlike = "settings that this model.py does not know", set(ckpt["config"]) - {f.name for f in fields(Config)}
     if not unlike:
         with torch.device("meta"):  # names and shapes alone
