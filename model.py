@@ -148,7 +148,7 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
     if P is None:
         scores = torch.bmm(q[:, i:e] * q.size(-1) ** -0.5, k[:, :n].mT)  # (N, e - i, n)
         later = q.new_full((e - i, e - i), -math.inf).triu_(1)
-        scores[:, :, n - (e - i):].tril_().add_(later)  # 0 - inf for a later key, even a NaN; masked_fill_ takes twice as long on a CPU
+        scores[:, :, n - (e - i):].tril_().add_(later)  # a later key's score, even a NaN: 0, then -inf; twice as fast as masked_fill_ on a CPU
         P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
     if dropout == 0.0:
         return n, P, None
@@ -270,10 +270,9 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
     _check_meta("attention", *(t for t in (q, k, v, q_r, k_r) if t is not None))
     # One of three ways:
     # 1. Blocks of query rows: on a CPU, over a memory (T < S), and where no flash kernel serves (heads above 256, the outer form) and q k^T
-    #    is larger than v. There is no kernel of our own for those: its output rows, 768 or 1,536 wide [2], do not fit in registers, so it
-    #    would compute q k^T anew for every few hundred columns, 1.7 times the operations; to write and read q k^T takes a third of the
-    #    products' time. Calculated for an H200, not measured (bench.py kernels does); FlashAttention's author advises the same
-    #    (Dao-AILab/flash-attention, issues 801, 805).
+    #    is larger than v. A kernel of our own would not help there: output rows 768 or 1,536 wide [2] do not fit in registers, so it would
+    #    compute q k^T anew for every few hundred columns, which costs more than to write and read it (calculated, not measured;
+    #    FlashAttention's author advises the same: Dao-AILab/flash-attention, issues 801, 805).
     # 2. PyTorch's fused operator, for heads up to 256.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where a block takes 13 and 17.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
@@ -428,8 +427,7 @@ class HeadLoss(torch.autograd.Function):
 
     By slices of rows, whose gradients are made while their logits are there: of all N x V logits no more than HEAD_LOGITS (on a GPU four
     times as many) exist at a time, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary:
-    40 GB). Compiled, one kernel reads a slice's logits and writes their gradients, both in 16 bits.
-    """
+    40 GB). Compiled, one kernel reads a slice's logits and writes their gradients, both in 16 bits."""
     @staticmethod
     def forward(ctx, x, weight, targets, grads):
         dtype = product_dtype(x)
@@ -750,8 +748,7 @@ def fold_hadamard(model):
     """A trained `hadamard` model -> an equal `head_hadamard` model (a new GPT on the same device).
 
     H_d = (H_h (x) I)(I (x) H_(d_h)), and the second factor acts inside each head. Attention weights mix over time only, so
-    A_h (X W_V,h) H_(d_h) = A_h (X (W_V,h H_(d_h))): multiplied into W_V and its bias once, it costs nothing any more.
-    """
+    A_h (X W_V,h) H_(d_h) = A_h (X (W_V,h H_(d_h))): multiplied into W_V and its bias once, it costs nothing any more."""
     c = model.config
     if c.attn_out != "hadamard" or hadamard_heads(c) != c.n_head:
         raise ValueError(f"fold_hadamard takes attn_out='hadamard' with a head count and head width that are Hadamard orders; got "
@@ -784,10 +781,8 @@ def fold_hadamard(model):
 
 @dataclass
 class SHAQConfig:
-    """The defaults are SHA-RNN at full size; SHAQ_PRESETS holds what each experiment of the paper changes.
-
-    A smaller model is the same preset with a smaller width: SHAQConfig(**SHAQ_PRESETS["shaq"], n_embd=192).
-    """
+    """The defaults are SHA-RNN at full size; SHAQ_PRESETS holds what each experiment of the paper changes. A smaller model is the same preset
+    with a smaller width: SHAQConfig(**SHAQ_PRESETS["shaq"], n_embd=192)."""
     vocab_size: int = 205           # distinct byte values of enwik8; train_shaq.py takes all 256, 51 rows of the embedding more
     n_layer: int = 4
     n_head: int = 1
@@ -960,16 +955,13 @@ class MemoryAttention(nn.Module):
         return (x * self.value_gate() if self.config.gates else x), memory
 
     def over_mean(self, q, m, memory):
-        """Memory condensed to its mean: keys and values are Z = [W, H_i .. H_(i+p)] (eq. 1-4).
+        """Memory condensed to its mean: keys and values are Z = [W, H_i .. H_(i+p)] (eq. 1-4). The first window has no W: there is nothing
+        to average. State: C, the rows of closed windows (B, <= mem_len - p, d); W, their mean (B, 0 or 1, d); H, the rows of the open window
+        so far (B, < p, d): mem_len rows at most.
 
-        The windows of eq. 1-3 lie on a fixed grid, every mean_window = p positions of the stream, and a call may hold a
-        part of one or several: so the output does not depend on where the stream is cut. Calls of exactly p positions are
-        eq. 1-4, their M', M'', .. being the windows before (the paper's indices move by one position each; the windows
-        of SHA-RNN's training do not overlap). The first window has nothing to average: its Z has no W.
-
-        State: C, the rows of closed windows (B, <= mem_len - p, d); W, their mean (B, 0 or 1, d); H, the rows of the
-        open window so far (B, < p, d): mem_len rows at most.
-        """
+        The windows of eq. 1-3 lie on a fixed grid, every mean_window = p positions of the stream, and a call may hold a part of one or
+        several: so the output does not depend on where the stream is cut. Calls of exactly p positions are eq. 1-4, their M', M'', .. being
+        the windows before (the paper's indices move by one position each; the windows of SHA-RNN's training do not overlap)."""
         p = self.config.mean_window
         C, W, H = (s.to(m.dtype) for s in memory) if memory is not None else (m[:, :0],) * 3
         out = []
@@ -1008,11 +1000,9 @@ class MemoryAttention(nn.Module):
 
 
 class Boom(nn.Module):
-    """GELU(W1 x + b), d -> 4d, whose 4 chunks are summed: a feed-forward layer without its second matrix (section 2.1).
-    There it is d -> 2d; only the published code's 4d gives the paper's 54M, and 37M without Boom.
-
-    With ff=ffn the second matrix is there: the analogous fully connected layer of section 4.1.
-    """
+    """GELU(W1 x + b), d -> 4d, whose 4 chunks are summed: a feed-forward layer without its second matrix (section 2.1). There it is d -> 2d;
+    only the published code's 4d gives the paper's 54M, and 37M without Boom. With ff=ffn the second matrix is there: the fully connected
+    layer of section 4.1."""
 
     def __init__(self, config):
         super().__init__()
@@ -1089,11 +1079,9 @@ class SHAQ(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """The published initialisation, in one place. A parameter that no line below names is an error.
-
-        LayerNorm gains stay at 1: the published code means to draw them too, but its test matches another class.
-        Drawing them starts the hidden states at 0.003 and the gradients a million times too small.
-        """
+        """The published initialisation, in one place. A parameter that no line below names is an error. LayerNorm gains stay at 1: the
+        published code means to draw them too, but its test matches another class. Drawn, they would start the hidden states at 0.003 and the
+        gradients a million times too small."""
         d = self.config.n_embd
         for name, p in self.named_parameters():
             if ".rnn." in name and self.config.rnn == "lstm":
@@ -1108,12 +1096,9 @@ class SHAQ(nn.Module):
                 raise RuntimeError(f"nothing initialises {name}")
 
     def forward(self, idx, targets=None, state=None):
-        """idx (B, T) int64 -> logits (B, T, V), state; with targets (B, T): their mean cross entropy in nats, state.
-
-        state=None starts a stream. The returned one (a list with a tuple for each block, tensors inside) continues it,
-        and torch.save and torch.load(weights_only=True) take it as it is. Between training windows pass it through
-        detach_state().
-        """
+        """idx (B, T) int64 -> logits (B, T, V), state; with targets (B, T): their mean cross entropy in nats, state. state=None starts a
+        stream. The returned one (a list with a tuple for each block, tensors inside) continues it, and torch.save and
+        torch.load(weights_only=True) take it as it is. Between training windows pass it through detach_state()."""
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
         if targets is not None and targets.shape != idx.shape:
@@ -1225,11 +1210,9 @@ class SHAQ(nn.Module):
 
 
 class LAMB(torch.optim.Optimizer):
-    """LAMB (You et al., arXiv:1904.00962) as SHA-RNN uses it: no bias correction, each tensor's step scaled by a trust
-    ratio max(min(|w|, max_norm) / |step|, min_trust), which is 1 where either norm is 0.
-
-    Few launches (foreach), and nothing waits for the device: the ratios stay there. State in the parameters' own fp32.
-    """
+    """LAMB (You et al., arXiv:1904.00962) as SHA-RNN uses it: no bias correction, each tensor's step scaled by a trust ratio
+    max(min(|w|, max_norm) / |step|, min_trust), which is 1 where either norm is 0. Few launches (foreach), and nothing waits for the device:
+    the ratios stay there."""
 
     def __init__(self, params, lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25):
         if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
