@@ -382,10 +382,8 @@ if triton is not None:
         return v.to(tl.float32)
 
     @triton.jit
-    def _load_transform(x, pre, base, col, ok, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
-                        INNER: tl.constexpr, V: tl.constexpr):
-        "R rows of x (times pre), transformed, unnormalised: a tuple of M * P tiles (R, W), fp32. base is (R, W), col (W,), ok (R, 1 or W)"
-        loaded = _load_tiles(x + base, ok, M * P, C)
+    def _transform(tiles, R: tl.constexpr, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr):
+        "A tuple of M * P tiles (R, W), R rows, times H, unnormalised, in fp32"
         t = ()
         if INNER == 2:
             j = tl.arange(0, W)
@@ -393,17 +391,14 @@ if triton is not None:
             k = k ^ (k >> 4)
             k = k ^ (k >> 2)
             k = k ^ (k >> 1)
-            H = (1 - 2 * (k & 1)).to(x.dtype.element_ty)
+            H = (1 - 2 * (k & 1)).to(tiles[0].dtype)
         for i in tl.static_range(M * P):
-            v = loaded[i]
-            if pre is not None:  # never with INNER == 2: rounding the product to 16 bits would double the error
-                v = v.to(tl.float32) * _load_vector(pre + col + i * C, None, R, W)
             if INNER == 2:
-                y = tl.dot(v, H, out_dtype=tl.float32)
+                y = tl.dot(tiles[i], H, out_dtype=tl.float32)
             elif INNER == 1:
-                y = _butterfly(v.to(tl.float32), R, W, V)
+                y = _butterfly(tiles[i].to(tl.float32), R, W, V)
             else:
-                y = v.to(tl.float32)
+                y = tiles[i].to(tl.float32)
             t = t + (y,)
         return _across(t, M, P)
 
@@ -416,7 +411,13 @@ if triton is not None:
         col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
         base = row[:, None] * D + col[None, :]
         ok = (row < N)[:, None]
-        t = _load_transform(x, pre, base, col, ok, M, P, C, W, R, INNER, V)
+        t = _load_tiles(x + base, ok, M * P, C)
+        if pre is not None:  # never with INNER == 2: rounding the product to 16 bits would double the error
+            n = ()
+            for i in tl.static_range(M * P):
+                n = n + (t[i].to(tl.float32) * _load_vector(pre + col + i * C, None, R, W),)
+            t = n
+        t = _transform(t, R, M, P, W, INNER, V)
         for i in tl.static_range(M * P):
             y = t[i] * scale
             if alpha is not None:
@@ -442,7 +443,7 @@ if triton is not None:
             live = j < C
             ok = ok & live[None, :]
         ahead = _load_tiles(residual + base, ok, M * P, C)  # before any store: after one it would wait, as the addresses might be equal
-        t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER, V)
+        t = _transform(_load_tiles(x + base, ok, M * P, C), R, M, P, W, INNER, V)
         y = ()
         total = tl.zeros((R, W), tl.float32)  # over tiles first, across threads once
         for i in tl.static_range(M * P):
@@ -519,13 +520,7 @@ if triton is not None:
             b = tl.sum(b, 1)[:, None] / D
             if RMS:
                 a = a * 0.0  # the mean's part
-            u = ()
-            for i in tl.static_range(M * P):
-                v = xs[i].to(tl.float32)
-                if INNER:
-                    v = _butterfly(v, R, W, V)
-                u = u + (v,)
-            u = _across(u, M, P)
+            u = _transform(xs, R, M, P, W, INNER, V)
             t, na, ne = (), (), ()
             for i in tl.static_range(M * P):
                 unit = (ys[i].to(tl.float32) - mean) * rstd
@@ -572,7 +567,7 @@ if triton is not None:
             base = row[:, None] * D + col[None, :]
             ok = (row < N)[:, None]
             gs = _load_tiles(dy + base, ok, M * P, C)
-            t = _load_transform(x, None, base, col, ok, M, P, C, W, R, INNER, V)
+            t = _transform(_load_tiles(x + base, ok, M * P, C), R, M, P, W, INNER, V)
             na, nb = (), ()
             for i in tl.static_range(M * P):
                 g = gs[i].to(tl.float32)
@@ -583,11 +578,8 @@ if triton is not None:
             if dx is not None:
                 t = ()
                 for i in tl.static_range(M * P):
-                    g = gs[i].to(tl.float32) * by[i]
-                    if INNER:
-                        g = _butterfly(g, R, W, V)
-                    t = t + (g,)
-                t = _across(t, M, P)
+                    t = t + (gs[i].to(tl.float32) * by[i],)
+                t = _transform(t, R, M, P, W, INNER, V)
                 for i in tl.static_range(M * P):
                     tl.store(dx + base + i * C, t[i].to(dx.dtype.element_ty), mask=ok)
         out = tl.program_id(0).to(tl.int64) * D + col
