@@ -1044,19 +1044,19 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
 #
 #     dc_t = o_t dh_t + e_(t+1)    do_t = dh_t c_t    dz_t = (1 - f_t) dc_t    df_t = (c_(t-1) - z_t) dc_t    dc_0 = e_1
 #
-# Besides the inputs both paths keep only the state before every FO_CHUNK-th step: `edges`, (T / FO_CHUNK rounded up, B, H).
-# From these the backward pass recomputes the steps in between. It never inverts the recurrence: c_(t-1) = (c_t - ..) / f_t
-# is lost as soon as f is small. Least traffic for N = B*T*H elements in bf16, gates fused: 8 N bytes forward (3 logits in,
-# h out), 14 N backward (3 logits and dh in, 3 gradients out), and in each 4 N / FO_CHUNK = N / 4 more for the edges.
+# Besides the inputs both paths keep only the state before every FO_CHUNK-th step: `edges`, (T / FO_CHUNK rounded up, B, H). From these the
+# backward pass recomputes the steps in between. It never inverts the recurrence: c_(t-1) = (c_t - ..) / f_t is lost as soon as f is small.
+# Least traffic for N = B*T*H elements in bf16, gates fused: 8 N bytes forward (3 logits in, h out), 14 N backward (3 logits and dh in, 3
+# gradients out), and in each 4 N / FO_CHUNK = N / 4 more for the edges.
 FO_CHUNK = 16
 
 
 def _fo_spans(B, T, H):
     """How the CPU cuts time: a list of spans (t, K, L), each K chunks of L steps from step t on, walked side by side.
 
-    One call does one step of all K chunks, K * B * H numbers. With few channels a call costs more than its work: then
-    chunks are FO_CHUNK steps long, and a span takes only that many calls; otherwise K = 1. In a span a bank takes up to
-    1 MB in fp32 (or FO_CHUNK steps), so that all banks stay in cache (with 2 MB it is 1.1 times slower at H = 1024)."""
+    One call does one step of all K chunks, K * B * H numbers. With few channels a call costs more than its work: then chunks are FO_CHUNK
+    steps long, and a span takes only that many calls; otherwise K = 1. In a span a bank takes up to 1 MB in fp32 (or FO_CHUNK steps), so
+    that all banks stay in cache (with 2 MB it is 1.1 times slower at H = 1024)."""
     most = max(1, 2 ** 18 // max(1, FO_CHUNK * B * H)) * FO_CHUNK  # steps
     spans, t = [], 0
     while t < T:
@@ -1087,14 +1087,14 @@ def _fo_steps(*tensors):
 def _fo_forward_torch(z, f, o, c0, act):
     """(h, c_last, edges) by a walk in place over time.
 
-    What counts on a CPU is fresh memory: with a page fault every 4 KB, writing 33 MB never touched before (one bank of
-    B 16, T 512, H 1024 in fp32) costs more than activating all three banks again. So each span is worked on in the same
-    scratch, which stays in cache, and only h and the edges are new memory. Scratch has the inputs' layout: to gather each
-    step's rows from B places made the copies, half of the time, twice as slow. Where fp32 tensors of 30 MB and more are
-    common, THP_MEM_ALLOC_ENABLE=1 in the environment (PyTorch's huge pages) helps.
+    What counts on a CPU is fresh memory: with a page fault every 4 KB, writing 33 MB never touched before (one bank of B 16, T 512, H 1024
+    in fp32) costs more than activating all three banks again. So each span is worked on in the same scratch, which stays in cache, and only
+    h and the edges are new memory. Scratch has the inputs' layout: to gather each step's rows from B places made the copies, half of the
+    time, twice as slow. Where fp32 tensors of 30 MB and more are common, THP_MEM_ALLOC_ENABLE=1 in the environment (PyTorch's huge pages)
+    helps.
 
-    Of K > 1 chunks walked side by side, only the first knows the state it starts from. So each starts from 0: its true state
-    is c + p * (the state before the chunk), p the product of its f so far. The states before chunks follow one by one.
+    Of K > 1 chunks walked side by side, only the first knows the state it starts from. So each starts from 0: its true state is c + p * (the
+    state before the chunk), p the product of its f so far. The states before chunks follow one by one.
     """
     B, T, H = z.shape
     state, spans = torch.promote_types(z.dtype, torch.float32), _fo_spans(B, T, H)
@@ -1223,9 +1223,9 @@ if triton is not None:
     def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, H, sb, st, L,
                            ACT: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr, PTX: tl.constexpr,
                            U: tl.constexpr, D: tl.constexpr):
-        """One program: D channels of one batch row, L steps from seg * L on, in chunks of U = FO_CHUNK. SUMMARY: it only
-        computes the segment's map c -> prod(f) c + part, into sum (2, segments, B, H). SEGMENTED: it gets the state before
-        its segment by composing the maps of the segments before it. ACT: inputs are logits. PTX: see _fo_sigmoid."""
+        """One program: D channels of one batch row, L steps from seg * L on, in chunks of U = FO_CHUNK. SUMMARY: it only computes the
+        segment's map c -> prod(f) c + part, into sum (2, segments, B, H). SEGMENTED: it gets the state before its segment by composing the
+        maps of the segments before it. ACT: inputs are logits. PTX: see _fo_sigmoid."""
         S: tl.constexpr = edge_ptr.dtype.element_ty
         seg, segs = tl.program_id(1), tl.num_programs(1)
         b = (tl.program_id(0) // tl.cdiv(H, D)).to(tl.int64)
@@ -1241,8 +1241,8 @@ if triton is not None:
             c = _fo_compose(c, sum_ptr + row, B * H, segs * B * H, seg, live, U)
         for k in range(0, tl.cdiv(tl.minimum(T - seg * L, L), U)):
             t0 = seg * L + k * U
-            # One step in flight at a time would be bound by latency, 20 times off the memory's rate: all loads of a
-            # chunk go out first. Steps past T get f = 1, z = 0 and leave c alone.
+            # One step in flight at a time would be bound by latency, 20 times off the memory's rate: all loads of a chunk go out first.
+            # Steps past T get f = 1, z = 0 and leave c alone.
             zs, fs, os = (), (), ()
             for u in tl.static_range(U):
                 m = t0 + u < end
@@ -1346,11 +1346,10 @@ if triton is not None:
     def _fo_plan(z, f, o):
         """-> banks with equal strides and channels side by side (copies if need be), grid, steps of a segment, settings.
 
-        One program walks 64 channels in 16-bit, 32 otherwise: two bf16 share each load and each register of the 3 * 16
-        (4 * 16 backward) loads in flight. B * H = 32768 channels keep enough bytes in flight to walk T in one go. With
-        fewer, T is cut into at most 128 segments of some 64 steps or more, up to some 131072 (channel, segment) pairs. A
-        first launch then reads z and f (backward f, o and dh) for each segment's map, in bf16 4 N (6 N) bytes more. These
-        bounds are calculated, not measured.
+        One program walks 64 channels in 16-bit, 32 otherwise: two bf16 share each load and each register of the 3 * 16 (4 * 16 backward)
+        loads in flight. B * H = 32768 channels keep enough bytes in flight to walk T in one go. With fewer, T is cut into at most 128
+        segments of some 64 steps or more, up to some 131072 (channel, segment) pairs. A first launch then reads z and f (backward f, o and
+        dh) for each segment's map, in bf16 4 N (6 N) bytes more. These bounds are calculated, not measured.
         """
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
@@ -1401,10 +1400,9 @@ if triton is not None:
         return dc0
 
 
-# One operator for both forms, told apart by the number of banks: [gates] are logits (B, T, 3H), [z, f, o] are activated,
-# (B, T, H) each. So gates come in, and their gradient goes out, as one tensor: with chunk() outside, autograd would have to
-# join the three gradients again, at nearly half of the backward pass's traffic. The third output, edges, is only for the
-# backward pass.
+# One operator for both forms, told apart by the number of banks: [gates] are logits (B, T, 3H), [z, f, o] are activated, (B, T, H) each. So
+# gates come in, and their gradient goes out, as one tensor: with chunk() outside, autograd would have to join the three gradients again, at
+# nearly half of the backward pass's traffic. The third output, edges, is only for the backward pass.
 @torch.library.custom_op(f"{NAMESPACE}::fo_pool", mutates_args=())
 def _fo_op(banks: list[torch.Tensor], c0: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     act = len(banks) == 1
@@ -1474,10 +1472,9 @@ def _fo_pool(name, banks, H, c0):
 def fo_pool(z, f, o, c0=None):
     """fo-pooling of activated inputs: c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t.
 
-    z, f, o (B, T, H), one dtype of float16, bfloat16, float32, float64; c0 (B, H), None for zeros. Returns h (B, T, H)
-    in their dtype and c_last (B, H), the c0 of the next window. The state (c0, c_last) is float32 for 16-bit inputs,
-    else in their dtype. Differentiable once in all inputs, through h and c_last. Raises ValueError or TypeError for
-    shapes or dtypes that do not fit. Source: Bradbury et al. 2017, arXiv:1611.01576, eq. 4.
+    z, f, o (B, T, H), one dtype of float16, bfloat16, float32, float64; c0 (B, H), None for zeros. Returns h (B, T, H) in their dtype and
+    c_last (B, H), the c0 of the next window. The state (c0, c_last) is float32 for 16-bit inputs, else in their dtype. Differentiable once
+    in all inputs, through h and c_last. Raises ValueError or TypeError for shapes or dtypes that do not fit [QRNN, eq. 4].
     """
     if z.dim() != 3 or not z.shape == f.shape == o.shape:
         raise ValueError(f"fo_pool: z, f, o must share one shape (B, T, H), got {tuple(z.shape)}, {tuple(f.shape)}, "
@@ -1488,10 +1485,9 @@ def fo_pool(z, f, o, c0=None):
 def qrnn_pool(gates, c0=None):
     """fo_pool(tanh(z), sigmoid(f), sigmoid(o), c0) for gates (B, T, 3H) = logits [z, f, o], activations fused.
 
-    Prefer it in 16-bit: from a logit of about 6.2 on, f rounds to exactly 1 in bf16, and the channel is stuck. Here f is
-    computed from the logit in fp32, and stays below 1 up to a logit of about 16. In fp32 tanh and sigmoid are right to about 2e-7, absolute: tanh(z)
-    below 3e-8 counts as 0, and 1 - f is off by 1% at a logit of 12, by a fifth at 15. fp64 is right to 4e-16.
-    Dtypes, results, errors and source as for fo_pool.
+    Prefer it in 16-bit: from a logit of about 6.2 on, f rounds to exactly 1 in bf16, and the channel is stuck. Here f is computed from the
+    logit in fp32, and stays below 1 up to a logit of about 16. In fp32 tanh and sigmoid are right to about 2e-7, absolute: tanh(z) below
+    3e-8 counts as 0, and 1 - f is off by 1% at a logit of 12, by a fifth at 15. Dtypes, results and errors as for fo_pool.
     """
     if gates.dim() != 3 or gates.size(2) % 3:
         raise ValueError(f"qrnn_pool: gates must be (B, T, 3H), the logits of z, f, o side by side, got "
