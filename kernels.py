@@ -1149,13 +1149,9 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
         for z_t, c_prev, f_t, c_t in _fo_steps(z_, c[:, :, :-1], f_, c[:, :, 1:]):
             torch.lerp(z_t, c_prev, f_t, out=c_t)
         span = slice(t, t + K * L)
-        if dh is None:
-            dc.zero_()
-            w.zero_()
-        else:
-            w.flatten(1, 2).copy_(dh[:, span])
-            torch.mul(w, o_, out=dc)
-            w.mul_(c[:, :, 1:])  # do_t = dh_t c_t
+        w.flatten(1, 2).copy_(dh[:, span])
+        torch.mul(w, o_, out=dc)
+        w.mul_(c[:, :, 1:])  # do_t = dh_t c_t
         if act:
             sigmoid_backward(w, o_, grad_input=w)
         do[:, span].copy_(w.flatten(1, 2))
@@ -1298,9 +1294,8 @@ if triton is not None:
                 fs = fs + (tl.load(f_ptr + at, m, float("inf") if ACT else 1.0),)
                 if not SUMMARY:
                     zs = zs + (tl.load(z_ptr + at, m, 0.0),)
-                if dh_ptr is not None:
-                    os = os + (tl.load(o_ptr + at, m, 0.0),)
-                    gs = gs + (tl.load(dh_ptr + (b * T + t0 + u) * H + i, m, 0.0),)
+                os = os + (tl.load(o_ptr + at, m, 0.0),)
+                gs = gs + (tl.load(dh_ptr + (b * T + t0 + u) * H + i, m, 0.0),)
             if not SUMMARY:
                 c = tl.load(edge_ptr + (t0 // U * B + b) * H + i, live, 0.0)
                 for u in tl.static_range(U):
@@ -1311,11 +1306,9 @@ if triton is not None:
             # f and z are written out a second time below; the compiler sees that they are the same and keeps the first
             for u in tl.static_range(U - 1, -1, -1):
                 f = _fo_sigmoid(fs[u].to(S), ACT, PTX)
-                dc = e
-                if dh_ptr is not None:
-                    o, dh = os[u].to(S), gs[u].to(S)
-                    o = _fo_sigmoid(o, ACT, PTX)
-                    dc = o * dh + e
+                o, dh = os[u].to(S), gs[u].to(S)
+                o = _fo_sigmoid(o, ACT, PTX)
+                dc = o * dh + e
                 e = f * dc
                 if SUMMARY:
                     prod = prod * f
@@ -1323,14 +1316,11 @@ if triton is not None:
                     z = _fo_tanh(zs[u].to(S), ACT, PTX)
                     dz = (1 - f) * dc
                     df = (cs[u] - z) * dc
-                    do = tl.zeros((D,), S)
-                    if dh_ptr is not None:
-                        do = dh * c
+                    do = dh * c
                     if ACT:
                         dz = dz * (1 - z * z)
                         df = df * (f * (1 - f))
-                        if dh_ptr is not None:
-                            do = do * (o * (1 - o))
+                        do = do * (o * (1 - o))
                     c = cs[u]
                     m = t0 + u < end
                     at = b * db + (t0 + u).to(tl.int64) * dt + i
@@ -1389,9 +1379,8 @@ if triton is not None:
             return dc0
         z, f, o, grid, length, settings = _fo_plan(z, f, o)
         maps = edges.new_empty(2, grid[1], B, H) if grid[1] > 1 else edges
-        dh = dh if dh is None else dh.contiguous()
         dc_last = dc_last if dc_last is None else dc_last.contiguous()
-        args = (z, f, o, edges, dh, dc_last, dz, df, do, dc0, maps, B, T, H, z.stride(0), z.stride(1),
+        args = (z, f, o, edges, dh.contiguous(), dc_last, dz, df, do, dc0, maps, B, T, H, z.stride(0), z.stride(1),
                 dz.stride(0), dz.stride(1), length, act)
         with torch.cuda.device_of(z):
             if grid[1] > 1:
@@ -1421,7 +1410,7 @@ def _(banks, c0):
 
 
 @torch.library.custom_op(f"{NAMESPACE}::fo_pool_backward", mutates_args=())
-def _fo_backward_op(banks: list[torch.Tensor], edges: torch.Tensor, dh: torch.Tensor | None,
+def _fo_backward_op(banks: list[torch.Tensor], edges: torch.Tensor, dh: torch.Tensor,
                     dc_last: torch.Tensor | None) -> tuple[list[torch.Tensor], torch.Tensor]:
     act = len(banks) == 1
     z, f, o = banks[0].chunk(3, dim=-1) if act else banks
@@ -1441,12 +1430,14 @@ def _(banks, edges, dh, dc_last):
 
 def _fo_setup_context(ctx, inputs, output):
     banks, _ = inputs
-    ctx.set_materialize_grads(False)  # an unused h or c_last costs nothing
+    ctx.set_materialize_grads(False)  # an unused c_last costs nothing, nor do edges
     ctx.save_for_backward(*banks, output[2])
 
 
 def _fo_autograd(ctx, dh, dc_last, _):
     *banks, edges = ctx.saved_tensors
+    if dh is None:  # a loss of c_last alone
+        dh = torch.zeros_like(banks[0].chunk(3, dim=-1)[0] if len(banks) == 1 else banks[0])
     grads, dc0 = _fo_backward_op(banks, edges, dh, dc_last)
     return grads, dc0 if ctx.needs_input_grad[1] else None
 
