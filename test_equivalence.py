@@ -2150,7 +2150,7 @@ def test_train_damaged_data_is_one_line(train, tmp_path, data_dir):
     one_line(train(*flags), "meta.json", "prepare_data.py")
 
 
-def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, tmp_path):
+def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, tmp_path, monkeypatch):
     assert train("--max_steps=1")[0] == 0
     path = tmp_path / "out/ckpt.pt"
     good = path.read_bytes()
@@ -2160,6 +2160,10 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
         one_line(train("--resume", flag), flag.partition("=")[0].strip("-"), "checkpoint")
         assert path.read_bytes() == good
     one_line(train("--resume", "--micro_batch=3"), "take another --micro_batch or number of processes")  # --batch_tokens stays
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 3, ""))
+        patch.setattr(model_py.Machine, "all", lambda self, done: done)
+        one_line(train("--resume"), "3 processes", "take another number of processes")  # 8 sequences: no --micro_batch will do
     flip = bytearray(good)
     flip[len(good) // 2] ^= 1
     files = [good[:-9], good[:1000], bytes(flip), b"", b"hello" * 99]

@@ -211,7 +211,7 @@ def main():
         least = T * micro * m.world
         other = "" if ckpt else f"{max(1, s['batch_tokens'] // least) * least}, or "  # a resumed run keeps its batch
         die(f"--batch_tokens={s['batch_tokens']} is no multiple of block_size {T} x micro_batch {micro} x {m.world} processes = {least}: "
-            f"take {other}another --micro_batch or number of processes")
+            f"take {other}another {'--micro_batch or ' * (B % m.world == 0)}number of processes")
     accumulate = B // (micro * m.world)
     if len(data.val) <= T:
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: lower --block_size")
