@@ -1327,7 +1327,10 @@ def processor():
 
 def machine(device="auto", dtype="auto"):
     "Choose device (auto | cpu | cuda | mps) and dtype (auto | float32 | bfloat16), join torchrun's processes. ValueError: no such device."
-    rank, world, local = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    rank, world, local = (int(os.environ.get(name) or alone) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if not 0 <= rank < world or world > 1 and "RANK" not in os.environ:  # left over from a cluster's script
+        raise ValueError(f"the environment says RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')}: "
+                         "start with torchrun, which sets both, or unset both for one process")
     keep_freed_memory()
     there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     note = f"{device}, as asked" if device != "auto" else "Apple's GPU" if there["mps"] else "no GPU found"
