@@ -59,7 +59,7 @@ def die(message, status=1):
 def warn(text):
     """Print on stderr, unless nobody reads it any more: in `train_gpt.py 2>&1 | tee log`, Ctrl-C ends tee, too."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # in one piece: torchrun's processes, unbuffered, all say it at once
 
 
 @contextlib.contextmanager

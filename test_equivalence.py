@@ -3997,6 +3997,11 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
         with pytest.raises(type(error)):
             ends(error)()
     fails(capsys, lambda: pd.die("two\n  lines"), "error: two lines")
+    with monkeypatch.context() as patch:
+        pieces = []
+        patch.setattr(sys, "stderr", SimpleNamespace(write=pieces.append, flush=lambda: None))
+        pd.warn("one")
+    assert [p for p in pieces if p] == ["one\n"]  # else those of several processes mix
     with contextlib.redirect_stdout(io.StringIO()):  # a notebook's %run has streams that cannot be reconfigured
         pd.run(lambda: None)
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")):  # a terminal without the characters of a sample
