@@ -529,13 +529,10 @@ if triton is not None:
                 tl.store(dresidual + base + i * C, g.to(dresidual.dtype.element_ty), mask=ok)
                 na = na + (da[i] + g * u[i],)
                 ne = ne + (de[i] + g,)
-                g = g * _load_vector(alpha + col + i * C, live, R, W)
-                if INNER:
-                    g = _butterfly(g, R, W, V)
-                t = t + (g,)
+                t = t + (g * _load_vector(alpha + col + i * C, live, R, W),)
             da = na
             de = ne
-            t = _across(t, M, P)
+            t = _transform(t, R, M, P, W, INNER, V)
             for i in tl.static_range(M * P):
                 tl.store(dx + base + i * C, (t[i] * scale).to(dx.dtype.element_ty), mask=ok)
         to = tl.program_id(0).to(tl.int64) * D + col
