@@ -529,10 +529,13 @@ if triton is not None:
                 tl.store(dresidual + base + i * C, g.to(dresidual.dtype.element_ty), mask=ok)
                 na = na + (da[i] + g * u[i],)
                 ne = ne + (de[i] + g,)
-                t = t + (g * _load_vector(alpha + col + i * C, live, R, W),)
+                g = g * _load_vector(alpha + col + i * C, live, R, W)
+                if INNER:
+                    g = _butterfly(g, R, W, V)
+                t = t + (g,)
             da = na
             de = ne
-            t = _transform(t, R, M, P, W, INNER, V)
+            t = _across(t, M, P)
             for i in tl.static_range(M * P):
                 tl.store(dx + base + i * C, (t[i] * scale).to(dx.dtype.element_ty), mask=ok)
         to = tl.program_id(0).to(tl.int64) * D + col
