@@ -2285,7 +2285,7 @@ def _fo_call(inputs):
 def _fo_passes(path, banks, c0, dh, dc, act):
     "Forward and backward by torch or triton alone -> [h, c, edges, dz, df, do, dc0]; what is not written shows"
     forward, backward = (getattr(kernels, f"_fo_{way}_{path}") for way in ("forward", "backward"))
-    store = [torch.full_like(x, math.nan) for x in banks]
+    store = [torch.full_like(x, math.nan, memory_format=torch.contiguous_format) for x in banks]
     zfo, dzfo = ([*t[0].chunk(3, -1)] if act else t for t in (banks, store))
     h, c, edges = forward(*zfo, c0, act)
     return [h, c, edges, *dzfo, backward(*zfo, edges, dh, dc, *dzfo, act)]
@@ -2353,10 +2353,9 @@ def test_fopool_extreme_gates_and_nan_in_its_channel(path):
     forward, backward = (getattr(kernels, f"_fo_{d}_{path}") for d in ("forward", "backward"))
     z, c0 = torch.randn(2, 20, 4), torch.randn(2, 4)
     one, zero = torch.ones(2, 20, 4), torch.zeros(2, 20, 4)
-    h, c, _ = forward(z, one, one, c0, False)
-    assert torch.equal(h, c0[:, None].expand_as(h)) and torch.equal(c, c0)  # f = 1 keeps the state exactly
-    h, c, _ = forward(z, zero, one, c0, False)
-    assert torch.equal(h, z) and torch.equal(c, z[:, -1])  # f = 0 takes the input exactly
+    for f, kept in ((one, c0[:, None].expand_as(z)), (zero, z)):  # f = 1 keeps the state exactly, f = 0 takes the input
+        h, c, _ = forward(z, f, one, c0, False)
+        assert torch.equal(h, kept) and torch.equal(c, kept[:, -1])
     for s in (100.0, -100.0):
         gates = s * torch.ones(2, 20, 12)
         h, c, edges = forward(*gates.chunk(3, -1), c0, True)
@@ -2433,33 +2432,22 @@ def test_fopool_triton_composes_many_segments(monkeypatch, inside):
 @needs_triton
 def test_fopool_takes_any_strides():
     near = 3e-6 if torch.cuda.is_available() else 1e-6  # a GPU's exp and 1 / x are approximate
+    turned = lambda t: None if t is None else t.mT.contiguous().mT
     (gates, c0), dh, dc = _fo_inputs(2, 21, 6, True, torch.float32)
-    z, f, o = gates.chunk(3, -1)
-    h, c, edges = kernels._fo_forward_torch(z, f, o, c0, True)
-    store = torch.empty_like(gates)
-    kernels._fo_backward_torch(z, f, o, edges, dh, None, *store.chunk(3, -1), True)
     wide = torch.randn(2, 21, 6 * 4 + 1)[..., 1:]  # a row that no vector load is aligned to
     wide[..., :18] = gates
-    layouts = [gates.transpose(0, 1).contiguous().transpose(0, 1), gates.transpose(1, 2).contiguous().transpose(1, 2),
-               wide[..., :18]]
-    for x in layouts:
-        x = x.requires_grad_() if x.is_leaf else x.detach().requires_grad_()
-        y, d = kernels.qrnn_pool(x, c0.t().contiguous().t())
-        g, = torch.autograd.grad(y, x, dh.transpose(1, 2).contiguous().transpose(1, 2))
-        assert torch.equal(y, h) and torch.equal(d, c) and torch.equal(g, store)
-        bank = x.detach().chunk(3, -1)
-        y, d, e = kernels._fo_forward_triton(*bank, c0.t().contiguous().t(), True)
-        torch.testing.assert_close((y, d, e), (h, c, edges), rtol=0, atol=near)
-        out = torch.full_like(gates, float("nan"))
-        kernels._fo_backward_triton(*bank, edges, dh.transpose(0, 1).contiguous().transpose(0, 1), None,
-                                    *out.chunk(3, -1), True)
-        torch.testing.assert_close(out, store, rtol=0, atol=near)
-    grads = torch.empty(2, *gates.shape)
-    kernels._fo_backward_torch(z, f, o, edges, dh, dc, *grads[0].chunk(3, -1), True)
-    kernels._fo_backward_triton(z, f, o, edges, dh, dc.t().contiguous().t(), *grads[1].chunk(3, -1), True)
-    torch.testing.assert_close(*grads, rtol=0, atol=near)
+    layouts = [gates.transpose(0, 1).contiguous().transpose(0, 1), turned(gates), wide[..., :18]]
+    for x, given in zip(layouts, (None, dc, None)):
+        h, c, edges, *grads = wanted = _fo_passes("torch", [gates], c0, dh, given, True)
+        found = _fo_passes("triton", [x], turned(c0), dh.transpose(0, 1).contiguous().transpose(0, 1), turned(given), True)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=near)
+        x = x.detach().requires_grad_()
+        y, d = kernels.qrnn_pool(x, turned(c0))
+        g, = torch.autograd.grad(y if given is None else (y, d), x, turned(dh) if given is None else (turned(dh), turned(dc)))
+        assert torch.equal(y, h) and torch.equal(d, c) and torch.equal(g, torch.cat(grads[:3], -1))
     first = gates[:1].expand(2, 21, 18)  # stride 0 over the batch
     assert torch.equal(kernels.qrnn_pool(first)[0], kernels.qrnn_pool(first.contiguous())[0])
+    z, f, o = gates.chunk(3, -1)
     mixed = z.contiguous(), f, o.transpose(0, 1).contiguous().transpose(0, 1)  # three layouts at once
     torch.testing.assert_close(kernels._fo_forward_triton(*mixed, c0, True)[0], h, rtol=0, atol=near)
 
