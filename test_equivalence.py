@@ -1703,14 +1703,38 @@ def sampled(run_here):
 
 @pytest.fixture
 def torchrun(tmp_path):
-    "torchrun(script, flags...) runs two processes of this text in tmp_path -> what they print"
+    "torchrun(script, flags...) runs two processes of TWO and this text in tmp_path -> what they print"
     def run(text, *flags):
-        (tmp_path / "script.py").write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n" + text)
+        (tmp_path / "script.py").write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n" + TWO + text)
         done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "script.py", *flags],
                               cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return done.stdout
     return run
+
+
+TWO = """
+import glob, json, os, time, torch, train_gpt, train_shaq
+seeds, seed, rank = [], torch.manual_seed, os.environ["RANK"]
+torch.manual_seed = lambda n: seeds.append(n) or seed(n)
+train_gpt.peak_flops = train_shaq.peak_flops = lambda m: (1e9, "here")
+
+def sample(generate):
+    def call(*args, **kw):
+        assert "pt_gloo_runloop\\n" not in [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]  # the group has ended
+        end = time.monotonic() + 110
+        while not os.path.exists(sys.argv[0] + "1"):  # the other process waits for no sample
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        return generate(*args, **kw)
+    return call
+
+for model in (train_gpt.GPT, train_shaq.SHAQ):
+    model.generate = sample(model.generate)
+
+def tell(what):
+    json.dump(what, open(sys.argv[0] + rank, "w"))
+"""
 
 
 SHAPE = "n_layer n_embd n_head block_size dataset"
@@ -2005,18 +2029,14 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far(train, tmp_p
 
 
 STOPPED = """
-import json, os, time, torch, train_gpt
-seeds, seed = [], torch.manual_seed
-torch.manual_seed = lambda n: seeds.append(n) or seed(n)
-write, rank = train_gpt.write_or_warn, os.environ["RANK"]
+write = train_gpt.write_or_warn
 train_gpt.write_or_warn = lambda path, f: time.sleep(1.5) or write(path, f)
-train_gpt.peak_flops = lambda m: (1e9, "here")
 numbers = iter((0, 0, 15 * int(rank)))  # one of the two has the signal
 train_gpt.StopSignal = lambda: type("Stops", (), dict(number=property(lambda self: next(numbers))))()
 try:
     train_gpt.main()
 except SystemExit as e:
-    json.dump([e.code, os.path.exists("two/ckpt.pt"), seeds], open(sys.argv[0] + rank, "w"))
+    tell([e.code, os.path.exists("two/ckpt.pt"), seeds])
 """
 
 
@@ -2039,7 +2059,6 @@ def test_train_two_processes_are_one_with_accumulation(train, torchrun, data_dir
 
 
 COMPILED = """
-import glob, os, time, torch, train_gpt
 torch.nn.Module.compile = lambda self, **kw: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend=cut, **kw))
 from torch._dynamo.backends.debugging import aot_eager
 parts = []
@@ -2047,16 +2066,8 @@ def cut(gm, inputs):  # captured as on a GPU; inductor's C++ takes longer than a
     assert not any(isinstance(i, torch.SymInt) for i in inputs)
     parts.append(torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None)  # else of an evaluation
     return aot_eager(gm, inputs)
-def sample(model, *args, generate=train_gpt.GPT.generate):  # the other process waits for no sample
-    assert "pt_gloo_runloop\\n" not in [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]  # the group has ended
-    end = time.monotonic() + 110
-    while not os.path.exists(sys.argv[0] + "1"):
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    return generate(model, *args)
-train_gpt.GPT.generate = sample
 train_gpt.run(train_gpt.main)
-open(sys.argv[0] + os.environ["RANK"], "w").write(str(sum(parts)))
+tell(sum(parts))
 """
 
 
@@ -3423,25 +3434,11 @@ def test_train_shaq_flags_reach_the_model(train_shaq_here, tmp_path):
     assert [g["weight_decay"] for g in optimizer["param_groups"]] == [0.1]
 
 
-SAMPLES = """
-import glob, json, os, torch, train_shaq
-seeds, seed = [], torch.manual_seed
-torch.manual_seed = lambda n: seeds.append(n) or seed(n)
-def sample(*args, generate=train_shaq.SHAQ.generate, **kw):
-    assert "pt_gloo_runloop\\n" not in [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]  # the group has ended
-    return generate(*args, **kw)
-train_shaq.SHAQ.generate = sample
-train_shaq.peak_flops = lambda m: (1e9, "here")
-train_shaq.run(train_shaq.main)
-json.dump(seeds, open(sys.argv[0] + os.environ["RANK"], "w"))
-"""
-
-
 def test_train_shaq_two_processes_are_one(train_shaq_here, torchrun, tmp_path):
     flags = "--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3"
     pd.prepare(str(tmp_path / "data/mine"), "mine", "byte", random_words(1500), "", percent=(80, 90))  # with a test split
     one = ended(train_shaq_here(*flags, out="one"))[3]
-    assert "sample:" in torchrun(SAMPLES, "--data_dir=data", "--dataset=mine", *TINY_SHAQ, *flags, "--out_dir=two")
+    assert "sample:" in torchrun("train_shaq.run(train_shaq.main)\ntell(seeds)\n", "--data_dir=data", "--dataset=mine", *TINY_SHAQ, *flags, "--out_dir=two")
     a, b = (json.loads((tmp_path / f"script.py{rank}").read_text()) for rank in (0, 1))
     assert set(a) & set(b) == {1337} and len(a) == len(b) == 7  # the weights are the same, dropout is not
     first, *two = records(tmp_path / "two")
