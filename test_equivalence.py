@@ -4360,6 +4360,13 @@ def bench_run(tmp_path, *argv):
     return rows[before:]
 
 
+def plotted(tmp_path):
+    "The figures that bench.py plot makes of what bench_run recorded"
+    pytest.importorskip("matplotlib")
+    bench.main(["plot", f"--records={tmp_path}", f"--assets={tmp_path}"])
+    return {f.stem for f in tmp_path.glob("*.png") if f.stat().st_size > 5000}
+
+
 def common(bench_data, text):
     return f"--set={text},dataset=words,data_dir={bench_data}"
 
@@ -4559,6 +4566,7 @@ def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data, capsys):
         with unittest.mock.patch.object(bench, "timed", took):
             a, b = sorted(bench_run(tmp_path, "compare", *flags, "--equal=time"), key=lambda r: r["index"])
         assert a["steps"] == (12 if model == "gpt" else 6) and b["steps"] == 1.5 * a["steps"] and math.isfinite(b["val_loss"])
+    assert plotted(tmp_path) == {"compare_shaq", "ablations"}  # of the last run
 
 
 def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, capsys, monkeypatch):
@@ -4773,6 +4781,8 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
     if argv[0] == "code":
         loops = [r for r in rows if re.search("pool|grads|backward", r["kernel"])]
         assert all(0 < r["loop"] <= r["each"] for r in loops) and len(loops) == 7 and len(rows) == 12
+    figures = dict(prefill="prefill_nano", decode="decode_nano", scaling="scaling")
+    assert argv[0] not in figures or plotted(tmp_path) == {figures[argv[0]]}
 
 
 def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
@@ -5319,37 +5329,20 @@ def test_bench_plot_draws_what_the_records_say():
     plt.close("all")
 
 
-def test_bench_plot_draws_every_figure(tmp_path, bench_data, capsys, monkeypatch):
-    "With matplotlib: the figures. Without: one line that says what to install."
-    monkeypatch.setitem(SIZES, "nano", SMALL)
-    bench_run(tmp_path, "compare", "--model=shaq", "--variant=preset=sharnn", "--variant=preset=shaq", common(bench_data, SHAQ_SET),
-              "--seeds=2", "--points=2")
-    argv = ["plot", f"--records={tmp_path}", f"--assets={tmp_path}/assets"]
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)
-        fails(capsys, lambda: bench.main(argv), "pip install matplotlib")
-    if importlib.util.find_spec("matplotlib") is None:
-        return
-    bench_run(tmp_path, "prefill", "--batch=1,2", "--T=4,8", "--runs=1")
-    bench_run(tmp_path, "decode", "--batch=1,2", "--T=2", "--new_tokens=1", "--runs=1", "--presets=shaq")
-    bench_run(tmp_path, "scaling", "--sizes=1x8,1x16", "--tokens_per_param=0.2", "--lr=1e-3",
-              common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=1024"))
-    bench.main(argv)
-    bench.main([*argv, "--format=svg"])
-    made = {f.name for f in (tmp_path / "assets").iterdir() if f.stat().st_size > 5000}
-    assert made == {f"{n}.{k}" for n in ("compare_shaq", "ablations", "prefill_nano_heatmap", "decode_nano", "scaling")
-                    for k in ("png", "svg")}
-    bench_run(tmp_path, "prefill", "--batch=1", "--T=4,8", "--runs=1")
-    bench.main(argv)
+def test_bench_plot_of_logs_and_what_it_says_where_it_cannot_draw(tmp_path, capsys, monkeypatch):
     for m in "ab":
         (tmp_path / f"{m}.jsonl").write_text(
             f'{{"settings": {{"preset": "a"}}, "machine": "{100 * m}", "config": {{}}}}\n{{"step": 0, "bits_per_byte": 7.2}}\n')
-    logs = ["--logs", f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl", "--format=svg"]
-    fails(capsys, lambda: bench.main([*argv, "--run=x"]), "no run of compare, scaling, prefill, decode began then")
-    bench.main(argv + logs)
-    assert (tmp_path / "assets/prefill_nano.png").exists()
-    drawn = (tmp_path / "assets/training.svg").read_text()
+    argv = ["plot", f"--records={tmp_path}", f"--assets={tmp_path}", "--logs", f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl", "--format=svg"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        fails(capsys, lambda: bench.main(argv), "pip install matplotlib")
+    pytest.importorskip("matplotlib")
+    bench.main(argv)
+    drawn = (tmp_path / "training.svg").read_text()
     assert all(100 * m in drawn for m in "ab") and float(re.search('width="([0-9.]+)pt"', drawn)[1]) < 1.1 * 9 * 72  # each on its own line
+    fails(capsys, lambda: bench.main([*argv[:3], "--run=x"]), "no run of compare, scaling, prefill, decode began then")
+    fails(capsys, lambda: bench.main(argv[:3]), "holds nothing to plot of compare")
 
 
 # -----------------------------------------------------------------------------
