@@ -1358,6 +1358,7 @@ def machine(device="auto", dtype="auto"):
         from torch.distributed.nn import functional  # noqa: F401
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))  # all wait for a save
     if dtype != "auto":
+        m.all(True)  # another process may choose, below, as --resume or --dtype was typed here alone: same() can say so later
         m.note += f"; {dtype}, as set" + (", its products in TF32" if device.type == "cuda" and dtype == "float32" and has_bf16 else "")
     else:
         faster, why = has_bf16, ""

@@ -1579,8 +1579,9 @@ def test_run_machine_says_what_it_chose(monkeypatch):
         monkeypatch.setattr(model_py.Machine, "all", lambda self, done: asked.append(done))
         asked = []
         assert machine("cpu").dtype == torch.float32 and asked == [False]  # rate is 0.6 by now
+        assert machine("cpu", "float32").dtype == torch.float32 and asked == [False, True]  # and so does one with no choice
     monkeypatch.setattr(model_py, "product_rate", lambda device, dtype, n: 3.0 if dtype == torch.bfloat16 else 1.0)
-    assert "float32, as another process is no faster in bfloat16" in machine("cpu").note and asked == [False, True]
+    assert "float32, as another process is no faster in bfloat16" in machine("cpu").note and asked == [False, True, True]
     monkeypatch.undo()
     x = torch.randn(3)
     assert m.mean(x) is x
@@ -1603,6 +1604,7 @@ def test_run_processes_share_the_work_by_rank_and_a_machines_gpus_by_local_rank(
     for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):  # the second machine of 4 GPUs
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **kw: None)
+    monkeypatch.setattr(model_py.Machine, "all", lambda self, done: done)
     for name, value in (("is_available", True), ("device_count", 4), ("set_device", None), ("is_bf16_supported", True),
                         ("get_device_name", "a GPU")):
         monkeypatch.setattr(torch.cuda, name, lambda *a, value=value, **kw: value)
