@@ -5263,6 +5263,8 @@ def test_bench_plot_draws_what_the_records_say():
     (x, y), = fig.axes[2].lines[0].get_xydata()
     assert (x, y) == (4.0, 6.0)  # two steps of 10 tokens at 5 a second; the mean
     assert [ax.lines[0].get_xydata().tolist() for ax in fig.axes[:2]] == [[[2, 6]], [[7, 6]]]
+    assert [ax.get_xlabel() for ax in fig.axes[:3]] == ["steps", "FLOPs", "seconds at the median pace"]
+    assert fig.axes[0].get_ylabel() == "validation loss, nats per token"
     band = fig.axes[0].collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == pytest.approx((6 - 2 / 3 ** 0.5, 6 + 2 / 3 ** 0.5))  # and its standard error
     (d, _), = fig.axes[3].lines[0].get_xydata()
@@ -5273,8 +5275,10 @@ def test_bench_plot_draws_what_the_records_say():
     assert d == -1.0 and [line.get_ydata().tolist() for line in fig.axes[0].lines] == [[4], [3]]  # of seed 1 alone
     with pytest.raises(SystemExit):
         list(bench.plot_compare(plt, [r for r in rows if r["index"]]))
-    (_, fig), = bench.plot_compare(plt, [rows[0] | dict(index=i, variant=str(i)) for i in range(9)])  # more than there are colours
+    (_, fig), = bench.plot_compare(plt, [rows[0] | dict(index=i, variant=str(i), bytes_per_token=1.0) for i in range(9)])  # more than there are colours
     assert [line.get_linestyle() for line in fig.axes[0].lines] == 8 * ["-"] + ["--"]
+    assert fig.axes[3].lines[-2].get_fillstyle() == "left" != fig.axes[3].lines[0].get_fillstyle()
+    assert fig.axes[0].get_ylabel() == "validation loss, nats per byte"
     shaq = [r | dict(model="shaq", dataset="x", preset="qrnn", bits_per_byte=r["val_loss"], paper=(1.126, None)[r["index"]]) for r in rows]
     _, (_, fig) = bench.plot_compare(plt, shaq)  # two models of one preset, of which the paper has one
     assert [(len(line.get_xdata()), line.get_label()) for line in fig.axes[0].lines] == [(3, "a"), (3, "b")]
