@@ -1328,7 +1328,7 @@ def processor():
 def machine(device="auto", dtype="auto"):
     "Choose device (auto | cpu | cuda | mps) and dtype (auto | float32 | bfloat16), join torchrun's processes. ValueError: no such device."
     rank, world, local = (int(os.environ.get(name) or alone) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    if not 0 <= rank < world or world > 1 and "RANK" not in os.environ:  # left over from a cluster's script
+    if not 0 <= rank < world or world > 1 and not os.environ.get("RANK"):  # left over from a cluster's script
         raise ValueError(f"the environment says RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')}: "
                          "start with torchrun, which sets both, or unset both for one process")
     keep_freed_memory()

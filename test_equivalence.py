@@ -1597,7 +1597,7 @@ def test_run_machine_says_what_it_chose(monkeypatch):
 def test_run_processes_share_the_work_by_rank_and_a_machines_gpus_by_local_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "")  # a script's that left it empty
     assert machine("cpu", "float32").world == 1
-    for rank, world in ((None, "8"), ("1", ""), ("8", "8")):  # left over, too
+    for rank, world in ((None, "8"), ("", "8"), ("1", ""), ("8", "8")):  # left over, too
         monkeypatch.setenv("WORLD_SIZE", world)
         monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
         refuses(lambda: machine("cpu", "float32"), f"RANK={rank or ''} and WORLD_SIZE={world}: start with torchrun", "unset both")
