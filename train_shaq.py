@@ -372,7 +372,7 @@ def main():
         chosen = dict(best=None)
     best_there = m.all(chosen["best"] == best)  # a full disk can have kept it from following ckpt.pt
     if best_there:
-        model.load_state_dict(chosen["model"])
+        model.load_state_dict(chosen.pop("model"))
     if data.test is not None:
         test = evaluate(model, data.test, s["eval_tokens"], s["bptt"], m, streams=8)
         bpc = test / math.log(2) * len(data.test) / data.meta["bytes"]["test"]
