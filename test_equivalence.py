@@ -3064,14 +3064,14 @@ def test_train_shaq_reads_the_streams_in_windows():
 
 
 def test_train_shaq_evaluation_by_hand(monkeypatch):
-    m, tokens = tiny_shaq("shaq", dropout=0.5).train(), torch.randint(11, (181,)).numpy()
-    found = train_shaq.evaluate(m, tokens, 2**62, 20, machine("cpu", "float32"), streams=2)  # 4 windows of 20, one of 10
+    m, tokens, cpu = tiny_shaq("shaq", dropout=0.5).train(), torch.randint(11, (181,)).numpy(), machine("cpu", "float32")
+    found = train_shaq.evaluate(m, tokens, 2**62, 20, cpu, streams=2)  # 4 windows of 20, one of 10
     rows = torch.from_numpy(np.stack([tokens[:91], tokens[90:]]))
     assert m.training and found == pytest.approx(m.eval()(rows[:, :-1], rows[:, 1:])[0].item())
     sums = []  # of three processes, of which the last has no stream
     monkeypatch.setattr(model_py.Machine, "mean", lambda self, x: sums.append(x.item()) or x)
     for rank in range(3):
-        train_shaq.evaluate(m, tokens, 2**62, 20, replace(machine("cpu", "float32"), rank=rank, world=3), streams=2)
+        train_shaq.evaluate(m, tokens, 2**62, 20, replace(cpu, rank=rank, world=3), streams=2)
     assert sums[2] == 0 and sum(sums) / 180 == pytest.approx(found)
     cut = [train_shaq.eval_streams(range(n), most, 16) for n, most in ((200, 2**62), (63, 2**62), (2000, 2**62), (2000, 16))]
     assert cut == [(3, 66), (1, 62), (16, 124), (16, 1)]  # a stream is of 64 tokens or more, if there are so many to read
