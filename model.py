@@ -1017,6 +1017,10 @@ class Boom(nn.Module):
         return self.W2(x) if self.W2 is not None else x.unflatten(-1, (4, -1)).sum(dim=-2)
 
 
+# On a CPU the LSTM is oneDNN's, which has it in 16 bits only where there is AVX-512, and else raises: there it stays in fp32
+BF16_LSTM = not torch.backends.mkldnn.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 class SHAQBlock(nn.Module):
     """Figure 2 (SHA-RNN) and figure 9 (SHAQ). Each residual leaves from the normalised stream, as published."""
 
@@ -1045,8 +1049,9 @@ class SHAQBlock(nn.Module):
         state = state and tuple(s[None].to(dtype) for s in state)
         # cuDNN's LSTM under autocast is in fp16, whatever autocast's dtype, and loses small gradients: so fp32, its products in TF32.
         # The fastest of its algorithms, persistent, with the weights on the chip, takes fp16 alone
-        with torch.autocast("cuda", enabled=False):
-            x, state = self.rnn(h.to(dtype) if h.is_cuda else h, state)
+        wide = h.is_cuda or h.device.type == "cpu" and not BF16_LSTM
+        with torch.autocast(h.device.type, enabled=False) if wide else contextlib.nullcontext():
+            x, state = self.rnn(h.to(dtype) if wide else h, state)
         return x, tuple(s[0] for s in state)
 
     def forward(self, h, state=None):

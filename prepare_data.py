@@ -86,8 +86,7 @@ def run(main, again="", memory="a smaller model, batch, window or file"):
         for words, advice in (("C++ compiler", "torch.compile wants a C++ compiler: install g++, or take --compile=0"),
                               ("C compiler", "Triton wants a C compiler: install gcc, or uninstall triton and take --compile=0"),
                               ("too old to be", "this GPU is too old for Triton: uninstall that and take --compile=0"),
-                              ("working triton", "torch.compile wants Triton on a GPU: install it, or take --compile=0"),
-                              ("for the LSTM", "PyTorch has no LSTM in bfloat16 for this CPU: take --dtype=float32")):  # without AVX-512
+                              ("working triton", "torch.compile wants Triton on a GPU: install it, or take --compile=0")):
             if words in str(e):
                 die(advice)
         if re.search("gloo.*Connection (closed by peer|reset)", str(e)):
