@@ -2112,6 +2112,7 @@ BAD_FLAGS = [
     (1, ["--attn_out=head_hadamard", "--n_head=6", "--n_embd=96"], ["n_head", "6", "4 and 8"]),
     (1, ["--attn=dva"], ["attn=dva", "attn_out"]), (1, ["--batch_tokens=300"], ["--batch_tokens=300", "take 256"]),
     (1, ["--batch_tokens=288", "--micro_batch=2"], ["--batch_tokens=288", "take 256"]),
+    (1, [f"--n_embd={2**24}", "--batch_tokens=300"], ["--batch_tokens=300", "take 256"]),  # said before a large model is made
     (1, ["--batch_tokens=262144"], ["the training data has", "takes 8192 windows of 32: lower --batch_tokens"]),
     (1, ["--batch_tokens=8"], ["--batch_tokens=8", "take"]), (1, ["--block_size=65536", "--batch_tokens=65536"], ["--block_size"]),
     (1, ["--dropout=1"], ["dropout"]), (2, ["--lr=inf"], ["--lr", "inf"]), (2, [f"--seed={2**70}"], ["--seed"]),

@@ -196,13 +196,8 @@ def main():
         was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**source | d) for d in (ckpt["data"], source))
         die(f"{path} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew without --resume")
 
-    # model, optimiser
-    model, optimizer = build(s, c, data, m)
-    c, T = asdict(model.config), model.config.block_size
-    if "hadamard" in c["attn_out"]:
-        m.note += "; transform: " + hadamard_path(c["n_embd"], m.device, model.h[0].attn.order, c["attn_out"] == "head_hadamard")
-
-    # the batch in tokens -> micro-batches
+    # the batch in tokens -> micro-batches; before the model, which may take minutes
+    T = GPTConfig(**c).block_size
     B, extra = divmod(s["batch_tokens"], T)
     micro = min(s["micro_batch"], max(1, B // m.world))
     if "micro_batch" not in typed and B % m.world == 0:  # not asked for: the largest that divides
@@ -216,6 +211,12 @@ def main():
     if len(data.val) <= T:
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: lower --block_size")
     windows = Windows(data.train, T, B, s["seed"], m.device)
+
+    # model, optimiser
+    model, optimizer = build(s, c, data, m)
+    c = asdict(model.config)
+    if "hadamard" in c["attn_out"]:
+        m.note += "; transform: " + hadamard_path(c["n_embd"], m.device, model.h[0].attn.order, c["attn_out"] == "head_hadamard")
     s.setdefault("min_lr", s["lr"] / 10)
     s.setdefault("warmup_steps", s["max_steps"] // 50)
     s.setdefault("eval_interval", max(1, s["max_steps"] // 20))
