@@ -97,7 +97,8 @@ def run(main, again="", memory="a smaller model, batch, window or file"):
         die(f"out of memory: take {memory} ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
     except OSError as e:
         advice = {**dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space and type the same command again"),
-                  errno.EACCES: "; choose what you may read, and write to, or start from a folder of yours, where out/ and data/ then are made",
+                  **dict.fromkeys((errno.EACCES, errno.EPERM), "; choose what you may read, and write to, or start from a folder of yours, "
+                                  "where out/ and data/ then are made"),  # EPERM: a Mac's Documents and Desktop, without leave
                   errno.EROFS: "; choose a place you may write to, or start from there",
                   errno.EEXIST: ", and is no folder; choose another place", errno.ENOTDIR: "; choose another place"}
         die(f"{e.filename + ': ' if e.filename else ''}{e.strerror or e}{advice.get(e.errno, '')}")
@@ -471,7 +472,7 @@ class Tokens:
     """The tokens of one or several .bin files as one sequence: len(t), and t[a:b] -> int64 array (b - a,)."""
 
     def __init__(self, paths, vocab_size, hint="python prepare_data.py --help"):
-        self.paths, self.vocab_size = list(paths), vocab_size
+        self.paths, self.vocab_size, self.hint = list(paths), vocab_size, hint
         self.maps = [open_bin(path, hint) for path in self.paths]
         self.starts = np.cumsum([0] + [len(m) for m in self.maps]).tolist()
 
@@ -487,7 +488,7 @@ class Tokens:
             i = bisect.bisect_right(self.starts, a) - 1
             parts.append(self.maps[i][a - self.starts[i]:b - self.starts[i]])
             if parts[-1].max() >= self.vocab_size:  # on a GPU this would be a device-side assert far from its cause
-                die(f"{self.paths[i]} holds token {parts[-1].max()}, outside the vocabulary of {self.vocab_size}")
+                die(f"{self.paths[i]} holds token {parts[-1].max()}, outside the vocabulary of {self.vocab_size}; type: {self.hint}")
             a += len(parts[-1])
         return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
 

@@ -3641,7 +3641,7 @@ def test_data_damaged_bin_is_one_line(tmp_path, capsys):
         fails(capsys, lambda: pd.Tokens([path], 256, "HINT"), path, word, "HINT")
     fails(capsys, lambda: pd.Tokens([str(tmp_path / "b.bin")], 256, "HINT"), "does not exist", "HINT")
     path = write(tmp_path / "c.bin", [1, 2, 200])
-    fails(capsys, lambda: pd.Tokens([path], 200)[0:3], "holds token 200", "vocabulary of 200")
+    fails(capsys, lambda: pd.Tokens([path], 200, "HINT")[0:3], "holds token 200", "vocabulary of 200; type: HINT")
     fails(capsys, lambda: write(tmp_path / "d.bin", [1, 256]), "ids below 256")
     assert not (tmp_path / "d.bin").exists()
 
@@ -3954,7 +3954,7 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
         (MemoryError(), "out of memory: take a smaller"), (RuntimeError("can't start new thread"), "out of memory: take a smaller"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore"), "out of memory: take a smaller", "2.00 GiB"),
         (RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"), "another process ended"),
-        (PermissionError(errno.EACCES, "Permission denied", "x/y"), "x/y: Permission denied; choose what you may read"),
+        *((OSError(n, os.strerror(n), "x/y"), "x/y: ", "; choose what you may read") for n in (errno.EACCES, errno.EPERM)),
         (OSError(errno.EROFS, "Read-only file system", "x/y"), "x/y: Read-only file system; choose a place you may write to"),
         *((OSError(n, os.strerror(n), "x/y"), "x/y: ", "; free some space") for n in (errno.ENOSPC, errno.EDQUOT)),  # one's share is full
         (RuntimeError("InvalidCxxCompiler: No working C++ compiler found"), "install g++", "--compile=0"),
