@@ -1364,7 +1364,9 @@ def machine(device="auto", dtype="auto"):
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))  # all wait for a save
     if dtype != "auto":
         m.all(True)  # another process may choose, below, as --resume or --dtype was typed here alone: same() can say so later
-        m.note += f"; {dtype}, as set" + (", its products in TF32" if device.type == "cuda" and dtype == "float32" and has_bf16 else "")
+        m.note += f"; {dtype}, as set" + (", its products in TF32" if device.type == "cuda" and dtype == "float32" and has_bf16 else
+                                          ", but slow, as there are no instructions for it" if dtype == "bfloat16" and not has_bf16
+                                          and device.type != "mps" else "")
     else:
         faster, why = has_bf16, ""
         if not has_bf16:

@@ -1580,6 +1580,7 @@ def test_run_machine_says_what_it_chose(monkeypatch):
         asked = []
         assert machine("cpu").dtype == torch.float32 and asked == [False]  # rate is 0.6 by now
         assert machine("cpu", "float32").dtype == torch.float32 and asked == [False, True]  # and so does one with no choice
+        assert ("no instructions" in machine("cpu", "bfloat16").note) == (not known) and asked.pop()
     monkeypatch.setattr(model_py, "product_rate", lambda device, dtype, n: 3.0 if dtype == torch.bfloat16 else 1.0)
     assert "float32, as another process is no faster in bfloat16" in machine("cpu").note and asked == [False, True, True]
     monkeypatch.undo()
