@@ -1216,18 +1216,32 @@ if triton is not None:
         return c
 
     @triton.jit
-    def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, H, sb, st, L,
-                           ACT: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr, PTX: tl.constexpr,
+    def _fo_load(z_ptr, f_ptr, o_ptr, at, m, ACT: tl.constexpr, Z: tl.constexpr, O: tl.constexpr):
+        "One step's f, z if Z, o if O. Steps past T get f = 1, z = 0 and leave c alone."
+        x = (tl.load(f_ptr + at, m, float("inf") if ACT else 1.0),)
+        if Z:
+            x = x + (tl.load(z_ptr + at, m, 0.0),)
+        if O:
+            x = x + (tl.load(o_ptr + at, m, 0.0),)
+        return x
+
+    @triton.jit
+    def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, sb, L, H: tl.constexpr,
+                           ST: tl.constexpr, ACT: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr, PTX: tl.constexpr,
                            U: tl.constexpr, D: tl.constexpr):
-        """One program: D channels of one batch row, L steps from seg * L on, in chunks of U = FO_CHUNK. SUMMARY: it only computes the
-        segment's map c -> prod(f) c + part, into sum (2, segments, B, H). SEGMENTED: it gets the state before its segment by composing the
-        maps of the segments before it. ACT: inputs are logits. PTX: see _fo_sigmoid."""
+        """One program: D channels of one batch row, L steps from seg * L on. SUMMARY: it only computes the segment's map c -> prod(f) c + part,
+        into sum (2, segments, B, H). SEGMENTED: it gets the state before its segment by composing the maps of the segments before it.
+        ACT: inputs are logits. PTX: see _fo_sigmoid. Strides H and ST are constants: a step's address is then part of its instruction."""
         S: tl.constexpr = edge_ptr.dtype.element_ty
+        AHEAD: tl.constexpr = not (SUMMARY or SEGMENTED)
+        W: tl.constexpr = 2 * U if AHEAD else U  # steps a round
+        N: tl.constexpr = 2 if SUMMARY else 3  # banks
         seg, segs = tl.program_id(1), tl.num_programs(1)
+        if SEGMENTED:
+            seg = segs - 1 - seg  # from the end on, as the launch before read that last: some may still be in the cache
         b = (tl.program_id(0) // tl.cdiv(H, D)).to(tl.int64)
         i = tl.program_id(0) % tl.cdiv(H, D) * D + tl.arange(0, D)
         live = i < H
-        end = T * live.to(tl.int32)  # (D,), as the interpreter cannot broadcast masks of scalars
         row = b * H + i  # in a (B, H) tensor; row n of (N, B, H) is (n * B + b) * H + i
         c = tl.zeros((D,), S)
         prod = c + 1
@@ -1235,30 +1249,34 @@ if triton is not None:
             c = tl.load(c0_ptr + row, live, 0.0).to(S)
         if SEGMENTED:
             c = _fo_compose(c, sum_ptr + row, B * H, segs * B * H, seg, live, U)
-        for k in range(0, tl.cdiv(tl.minimum(T - seg * L, L), U)):
-            t0 = seg * L + k * U
-            # One step in flight at a time would be bound by latency, 20 times off the memory's rate: all loads of a chunk go out first.
-            # Steps past T get f = 1, z = 0 and leave c alone.
-            zs, fs, os = (), (), ()
-            for u in tl.static_range(U):
-                m = t0 + u < end
-                at = b * sb + (t0 + u).to(tl.int64) * st + i
-                zs = zs + (tl.load(z_ptr + at, m, 0.0),)
-                fs = fs + (tl.load(f_ptr + at, m, float("inf") if ACT else 1.0),)
-                if not SUMMARY:
-                    os = os + (tl.load(o_ptr + at, m, 0.0),)
-            if not SUMMARY:
-                tl.store(edge_ptr + (t0 // U * B + b) * H + i, c, live)
-            for u in tl.static_range(U):
-                z, f = zs[u].to(S), fs[u].to(S)
-                z, f = _fo_tanh(z, ACT, PTX), _fo_sigmoid(f, ACT, PTX)
+        t, left = (seg * L).to(tl.int64), (T - seg * L) * live.to(tl.int32)  # left (D,): the interpreter cannot broadcast masks of scalars
+        at, to, edge = b * sb + t * ST + i, (b * T + t) * H + i, (t // U * B + b) * H + i
+        # One step in flight at a time would be bound by latency, 20 times off the memory's rate. So in one walk over all of T each step is
+        # loaded 2 U steps ahead, when the one in its place is done with. A segment's loads go out a chunk at a time: its program shares
+        # the multiprocessor with others, which compute meanwhile.
+        x = ()
+        if AHEAD:
+            for u in tl.static_range(W):
+                x = x + _fo_load(z_ptr, f_ptr, o_ptr, at + u * ST, u < left, ACT, True, True)
+        for k in range(0, tl.cdiv(tl.minimum(T - seg * L, L), W)):
+            now, ahead = x, ()
+            if not AHEAD:
+                for u in tl.static_range(W):
+                    now = now + _fo_load(z_ptr, f_ptr, o_ptr, at + u * ST, u < left, ACT, True, not SUMMARY)
+            for u in tl.static_range(W):
+                if u % U == 0 and not SUMMARY:
+                    tl.store(edge_ptr + edge, c, u < left)
+                    edge += B * H
+                f, z = _fo_sigmoid(now[N * u].to(S), ACT, PTX), _fo_tanh(now[N * u + 1].to(S), ACT, PTX)
                 c = f * c + (1 - f) * z
                 if SUMMARY:
                     prod = prod * f
                 else:
-                    o = _fo_sigmoid(os[u].to(S), ACT, PTX)
-                    at = (b * T + t0 + u) * H + i
-                    tl.store(h_ptr + at, (o * c).to(h_ptr.dtype.element_ty), t0 + u < end)
+                    o = _fo_sigmoid(now[N * u + 2].to(S), ACT, PTX)
+                    tl.store(h_ptr + to + u * H, (o * c).to(h_ptr.dtype.element_ty), u < left)
+                if AHEAD:
+                    ahead = ahead + _fo_load(z_ptr, f_ptr, o_ptr, at + (u + W) * ST, u + W < left, ACT, True, True)
+            at, to, left, x = at + W * ST, to + W * H, left - W, ahead
         if SUMMARY:
             tl.store(sum_ptr + (seg * B + b) * H + i, prod, live)
             tl.store(sum_ptr + ((segs + seg) * B + b) * H + i, c, live)
@@ -1266,17 +1284,21 @@ if triton is not None:
             tl.store(c_last_ptr + row, c, live)
 
     @triton.jit
-    def _fo_backward_kernel(z_ptr, f_ptr, o_ptr, edge_ptr, dh_ptr, dc_last_ptr, dz_ptr, df_ptr, do_ptr, dc0_ptr,
-                            sum_ptr, B, T, H, sb, st, db, dt, L, ACT: tl.constexpr, SUMMARY: tl.constexpr,
+    def _fo_backward_kernel(z_ptr, f_ptr, o_ptr, edge_ptr, dh_ptr, dc_last_ptr, dz_ptr, df_ptr, do_ptr, dc0_ptr, sum_ptr, B, T, sb, db, L,
+                            H: tl.constexpr, ST: tl.constexpr, DT: tl.constexpr, ACT: tl.constexpr, SUMMARY: tl.constexpr,
                             SEGMENTED: tl.constexpr, PTX: tl.constexpr, U: tl.constexpr, D: tl.constexpr):
-        """As the forward kernel, in reverse: the carry is e = f dc, a segment's map e -> prod(f) e + part."""
+        """As the forward kernel, in reverse, chunk by chunk: the carry is e = f dc, a segment's map e -> prod(f) e + part. In one walk over
+        all of T a chunk's f and z are loaded a chunk ahead, its o and dh when those in their places are done with."""
         S: tl.constexpr = edge_ptr.dtype.element_ty
         G: tl.constexpr = dz_ptr.dtype.element_ty
+        AHEAD: tl.constexpr = not (SUMMARY or SEGMENTED)
+        N: tl.constexpr = 1 if SUMMARY else 2
         seg, segs = tl.program_id(1), tl.num_programs(1)
+        if not SEGMENTED:
+            seg = segs - 1 - seg
         b = (tl.program_id(0) // tl.cdiv(H, D)).to(tl.int64)
         i = tl.program_id(0) % tl.cdiv(H, D) * D + tl.arange(0, D)
         live = i < H
-        end = T * live.to(tl.int32)
         row = b * H + i
         e = tl.zeros((D,), S)
         prod = e + 1
@@ -1285,35 +1307,45 @@ if triton is not None:
         if SEGMENTED:
             e = _fo_compose(e, sum_ptr + (segs - 1) * B * H + row, -B * H, segs * B * H, segs - 1 - seg, live, U)
         chunks = tl.cdiv(tl.minimum(T - seg * L, L), U)
-        for k in range(0, chunks):
-            t0 = seg * L + (chunks - 1 - k) * U
-            zs, fs, os, gs, cs = (), (), (), (), ()
+        t = (seg * L + (chunks - 1) * U).to(tl.int64)
+        at, to, out = b * sb + t * ST + i, (b * T + t) * H + i, b * db + t * DT + i  # in z, f, o; in dh; in dz, df, do
+        edge = (t // U * B + b) * H + i
+        left = tl.minimum(T - t, T).to(tl.int32) * live.to(tl.int32)  # (D,): the chunk's steps below it are there, none if T = 0
+        x, y, first = (), (), e
+        if AHEAD:
+            first = tl.load(edge_ptr + edge, left > 0, 0.0)
             for u in tl.static_range(U):
-                m = t0 + u < end
-                at = b * sb + (t0 + u).to(tl.int64) * st + i
-                fs = fs + (tl.load(f_ptr + at, m, float("inf") if ACT else 1.0),)
-                if not SUMMARY:
-                    zs = zs + (tl.load(z_ptr + at, m, 0.0),)
-                os = os + (tl.load(o_ptr + at, m, 0.0),)
-                gs = gs + (tl.load(dh_ptr + (b * T + t0 + u) * H + i, m, 0.0),)
-            if not SUMMARY:
-                c = tl.load(edge_ptr + (t0 // U * B + b) * H + i, live, 0.0)
+                x = x + _fo_load(z_ptr, f_ptr, o_ptr, at + u * ST, u < left, ACT, True, False)
+                y = y + (tl.load(o_ptr + at + u * ST, u < left, 0.0), tl.load(dh_ptr + to + u * H, u < left, 0.0))
+        for k in range(0, chunks):
+            fz, og, fz_ahead, og_ahead, c = x, y, (), (), first
+            more = (chunks - 1 - k) * live.to(tl.int32) > 0
+            if AHEAD:
+                first = tl.load(edge_ptr + edge - B * H, more, 0.0)
                 for u in tl.static_range(U):
-                    z, f = zs[u].to(S), fs[u].to(S)
-                    z, f = _fo_tanh(z, ACT, PTX), _fo_sigmoid(f, ACT, PTX)
+                    fz_ahead = fz_ahead + _fo_load(z_ptr, f_ptr, o_ptr, at + (u - U) * ST, more, ACT, True, False)
+            else:
+                if not SUMMARY:
+                    c = tl.load(edge_ptr + edge, live, 0.0)
+                for u in tl.static_range(U):
+                    fz = fz + _fo_load(z_ptr, f_ptr, o_ptr, at + u * ST, u < left, ACT, not SUMMARY, False)
+                    og = og + (tl.load(o_ptr + at + u * ST, u < left, 0.0), tl.load(dh_ptr + to + u * H, u < left, 0.0))
+            cs = ()
+            if not SUMMARY:
+                for u in tl.static_range(U):
+                    f, z = _fo_sigmoid(fz[2 * u].to(S), ACT, PTX), _fo_tanh(fz[2 * u + 1].to(S), ACT, PTX)
                     cs = cs + (c,)
                     c = f * c + (1 - f) * z
             # f and z are written out a second time below; the compiler sees that they are the same and keeps the first
             for u in tl.static_range(U - 1, -1, -1):
-                f = _fo_sigmoid(fs[u].to(S), ACT, PTX)
-                o, dh = os[u].to(S), gs[u].to(S)
-                o = _fo_sigmoid(o, ACT, PTX)
+                f, o = _fo_sigmoid(fz[N * u].to(S), ACT, PTX), _fo_sigmoid(og[2 * u].to(S), ACT, PTX)
+                dh = og[2 * u + 1].to(S)
                 dc = o * dh + e
                 e = f * dc
                 if SUMMARY:
                     prod = prod * f
                 else:
-                    z = _fo_tanh(zs[u].to(S), ACT, PTX)
+                    z = _fo_tanh(fz[N * u + 1].to(S), ACT, PTX)
                     dz = (1 - f) * dc
                     df = (cs[u] - z) * dc
                     do = dh * c
@@ -1322,11 +1354,13 @@ if triton is not None:
                         df = df * (f * (1 - f))
                         do = do * (o * (1 - o))
                     c = cs[u]
-                    m = t0 + u < end
-                    at = b * db + (t0 + u).to(tl.int64) * dt + i
-                    tl.store(dz_ptr + at, dz.to(G), m)
-                    tl.store(df_ptr + at, df.to(G), m)
-                    tl.store(do_ptr + at, do.to(G), m)
+                    tl.store(dz_ptr + out + u * DT, dz.to(G), u < left)
+                    tl.store(df_ptr + out + u * DT, df.to(G), u < left)
+                    tl.store(do_ptr + out + u * DT, do.to(G), u < left)
+                if AHEAD:
+                    og_ahead = (tl.load(o_ptr + at + (u - U) * ST, more, 0.0), tl.load(dh_ptr + to + (u - U) * H, more, 0.0)) + og_ahead
+            at, to, out, edge = at - U * ST, to - U * H, out - U * DT, edge - B * H
+            left, x, y = U * live.to(tl.int32), fz_ahead, og_ahead
         if SUMMARY:
             tl.store(sum_ptr + (seg * B + b) * H + i, prod, live)
             tl.store(sum_ptr + ((segs + seg) * B + b) * H + i, e, live)
@@ -1336,21 +1370,22 @@ if triton is not None:
     def _fo_plan(z, f, o):
         """-> banks with equal strides and channels side by side (copies if need be), grid, steps of a segment, settings.
 
-        One program walks 64 channels in 16-bit, 32 otherwise: two bf16 share each load and each register of the 3 * 16 (4 * 16 backward)
-        loads in flight. B * H = 32768 channels keep enough bytes in flight to walk T in one go. With fewer, T is cut into at most 128
-        segments of some 64 steps or more, up to some 131072 (channel, segment) pairs. A first launch then reads z and f (backward f, o and
-        dh) for each segment's map, in bf16 4 N (6 N) bytes more. These bounds are calculated, not measured.
+        One program is a warp. Where B * H is 16384 or more they walk all of T, 32 channels each: in bf16 the 2 * 16 steps ahead are 3.1 MB
+        in flight, which is what hides a latency of 0.7 us at an H200's 4.8 TB/s. With fewer channels T is cut into at most 128 segments
+        of some 64 steps or more, up to some 131072 (channel, segment) pairs; a first launch then reads z and f (backward f, o and dh) for
+        each segment's map, in bf16 4 N (6 N) bytes more. There a program takes 64 channels in 16-bit, as two bf16 share each load and each
+        register of the 3 * 16 (4 * 16 backward) loads in flight. These bounds are calculated, not measured.
         """
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
             z, f, o = z.contiguous(), f.contiguous(), o.contiguous()
         T = max(T, 1)  # no steps are one segment, too: c_last = c0 has to be written
-        segments = 1 if B * H >= 32768 else min(128, triton.cdiv(131072, B * H), triton.cdiv(T, 4 * FO_CHUNK))
+        segments = 1 if B * H >= 16384 else min(128, triton.cdiv(131072, B * H), triton.cdiv(T, 4 * FO_CHUNK))
         length = triton.cdiv(triton.cdiv(T, segments), FO_CHUNK) * FO_CHUNK
         segments = triton.cdiv(T, length)  # rounding length up can leave fewer
-        D = 64 if z.element_size() == 2 else 32
+        D = 64 if z.element_size() == 2 and segments > 1 else 32
         ptx = z.is_cuda and torch.version.hip is None and z.dtype != torch.float64
-        settings = dict(SEGMENTED=segments > 1, PTX=ptx, U=FO_CHUNK, D=D, num_warps=1, enable_fp_fusion=True)
+        settings = dict(H=H, ST=z.stride(1), SEGMENTED=segments > 1, PTX=ptx, U=FO_CHUNK, D=D, num_warps=1, enable_fp_fusion=True)
         return z, f, o, (triton.cdiv(H, D) * B, segments), length, settings
 
     def _fo_forward_triton(z, f, o, c0, act):
@@ -1362,9 +1397,10 @@ if triton is not None:
         if B * H == 0:
             return h, c_last, edges
         z, f, o, grid, length, settings = _fo_plan(z, f, o)
+        settings |= dict(ACT=act)
         maps = edges.new_empty(2, grid[1], B, H) if grid[1] > 1 else edges
         c0 = c0 if c0 is None else c0.contiguous()
-        args = z, f, o, c0, h, c_last, edges, maps, B, T, H, z.stride(0), z.stride(1), length, act
+        args = z, f, o, c0, h, c_last, edges, maps, B, T, z.stride(0), length
         with torch.cuda.device_of(z):  # Triton launches on the current device, which need not be the tensor's
             if grid[1] > 1:
                 _fo_forward_kernel[grid](*args, SUMMARY=True, **settings | dict(SEGMENTED=False))
@@ -1380,8 +1416,8 @@ if triton is not None:
         z, f, o, grid, length, settings = _fo_plan(z, f, o)
         maps = edges.new_empty(2, grid[1], B, H) if grid[1] > 1 else edges
         dc_last = dc_last if dc_last is None else dc_last.contiguous()
-        args = (z, f, o, edges, dh.contiguous(), dc_last, dz, df, do, dc0, maps, B, T, H, z.stride(0), z.stride(1),
-                dz.stride(0), dz.stride(1), length, act)
+        args = z, f, o, edges, dh.contiguous(), dc_last, dz, df, do, dc0, maps, B, T, z.stride(0), dz.stride(0), length
+        settings |= dict(DT=dz.stride(1), ACT=act)
         with torch.cuda.device_of(z):
             if grid[1] > 1:
                 _fo_backward_kernel[grid](*args, SUMMARY=True, **settings | dict(SEGMENTED=False))
