@@ -243,7 +243,8 @@ def attention_gradients(ctx, g, _):
     if g is None:
         return (None,) * 8
     q, k, q_r, v, k_r, seed, *kept = ctx.saved_tensors
-    dq, dk, dv, *more = blocked_attention_backward(g, q, k, q_r, v, k_r, seed, ctx.dropout, kept)
+    with torch._C._DisableAutocast():  # it may be on here, though it was not in forward, and would cast some of the products
+        dq, dk, dv, *more = blocked_attention_backward(g, q, k, q_r, v, k_r, seed, ctx.dropout, kept)
     dq_r, dk_r = more or (None, None)
     return dq, dk, dq_r, dv, dk_r, None, None, None
 
@@ -280,7 +281,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
         flash = flash and q.size(-1) == v.size(-1)
     if T > 1 and (q.device.type == "cpu" or T < S or not flash and T > v.size(-1)):
         _reverse_mode_only("attention")
-        # autocast's dtype, as PyTorch's operator does: it might still be on in backward, and cast some of the products
+        # autocast's dtype, as PyTorch's operator does
         flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, q_r, v, k_r)]
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
         # P stays where it holds at most twice what stays anyway, q, k, v and the output: memory is linear in T, and on a CPU both passes

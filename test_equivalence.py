@@ -1057,7 +1057,7 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
 
 
 @pytest.mark.parametrize("outer", [False, True])
-def test_gpt_blocked_attention_of_fp32_is_autocasts_with_backward_inside_it_too(outer):
+def test_gpt_blocked_attention_of_fp32_is_autocasts_with_backward_inside_it_or_not(outer):
     leaf = [torch.randn(2, 3, 140, 8, requires_grad=True) for _ in range(5 if outer else 3)]
     dy, grads = torch.randn(2, 3, 140, 8).bfloat16(), []
     for inside in (False, True):
@@ -1066,8 +1066,11 @@ def test_gpt_blocked_attention_of_fp32_is_autocasts_with_backward_inside_it_too(
             assert y.dtype == torch.bfloat16
             grads += [torch.autograd.grad(y, leaf, dy)] if inside else []
         grads += [] if inside else [torch.autograd.grad(y, leaf, dy)]
-    for a, b, true in zip(*grads, torch.autograd.grad(attention(*leaf), leaf, dy.float())):
-        assert torch.equal(a, b) and a.dtype == torch.float32 and error(a, true) < 0.02
+    exact, y = torch.autograd.grad(attention(*leaf), leaf, dy.float()), attention(*leaf)
+    with torch.autocast("cpu", torch.bfloat16):  # which forward was outside of
+        later = torch.autograd.grad(y, leaf, dy.float())
+    for a, b, c, true in zip(*grads, later, exact):
+        assert torch.equal(a, b) and a.dtype == torch.float32 and error(a, true) < 0.02 and torch.equal(c, true)
 
 
 @pytest.mark.parametrize("outer", [False, True])
