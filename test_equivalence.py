@@ -4675,7 +4675,7 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
 
 
 @pytest.mark.parametrize("argv", [
-    pytest.param(["code", "--widths=768", "--sm=80"], marks=needs_triton),
+    pytest.param(["code", "--widths=768", "--sm=90"], marks=needs_triton),
     ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1"],
     ["prefill", "--sizes=nano", "--batch=3", "--T=4,8", "--runs=1"],
     ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1", "--presets=shaq,sharnn,mean_mem"],
@@ -5382,10 +5382,10 @@ def compiled(request, tmp_path_factory):
         yield
         return
     with bench.compilers(1) as pool:
-        os.environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+        cache = os.environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
         jobs = {case: pool.submit(bench.code_of, *case[1:8], **{flag: flag != "ACT" for flag in case[8:]}) for case in cases}
         os.environ.clear()  # the process has its own
-        os.environ.update(before)
+        os.environ.update(before, TRITON_CACHE_DIR=cache)  # for `bench.py code`, which wants some of the same
         yield jobs
         pool.shutdown(cancel_futures=True)  # after an interrupt
 
