@@ -5344,7 +5344,7 @@ HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more)
     # most instructions an element (gradients: in the loop), a little above what Triton 3.6 to 3.9 give
     "forward": [(18, 80, "bf16", 768, False), (17, 90, "bf16", 768, False), (17, 100, "bf16", 768, False), (13, 90, "bf16", 1024, False),
                 (19, 90, "fp32", 1024, False), (24, 90, "bf16", 1536, False), (21, 90, "bf16", 2048, False), (20, 100, "fp16", 2048, False),
-                (25, 80, "bf16", 2560, False), (25, 90, "bf16", 2560, False), (26, 90, "bf16", 3072, False), (13, 90, "bf16", 768, True),
+                (25, 90, "bf16", 2560, False), (26, 90, "bf16", 3072, False), (13, 90, "bf16", 768, True),
                 (10, 80, "bf16", 1536, True), (13, 90, "bf16", 8192, True)],
     "pre": [(23, 90, "bf16", 768, False), (23, 80, "bf16", 1536, False), (25, 100, "bf16", 3072, False)],
     "few": [(27, 80, "bf16", 768, False), (27, 90, "bf16", 768, False), (27, 100, "bf16", 768, False)],
@@ -5357,15 +5357,13 @@ HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more)
     # with residual and norm, 8 bytes an element in bf16 (12 with an fp32 residual), so twice the budget
     "norm": [(36, 90, "bf16", 768, False), (36, 90, "bf16", 768, False, "", "RMS"), (35, 80, "bf16", 1024, False),
              (38, 90, "bf16", 1536, False), (41, 90, "bf16", 2048, False, "fp32"), (44, 90, "bf16", 2048, False),
-             (46, 80, "bf16", 2560, False, "fp32"), (51, 90, "bf16", 2560, False), (44, 100, "bf16", 3072, False),
-             (47, 90, "bf16", 4096, False), (29, 90, "bf16", 768, True), (22, 90, "bf16", 1024, True, "fp32"),
-             (33, 80, "bf16", 1536, True, "fp32"), (39, 90, "bf16", 1536, True), (36, 100, "bf16", 1536, True),
+             (51, 90, "bf16", 2560, False), (44, 100, "bf16", 3072, False), (47, 90, "bf16", 4096, False), (29, 90, "bf16", 768, True),
+             (22, 90, "bf16", 1024, True, "fp32"), (33, 80, "bf16", 1536, True, "fp32"), (39, 90, "bf16", 1536, True), (36, 100, "bf16", 1536, True),
              (25, 100, "bf16", 2048, True)],
     # their gradients, 12 and 18 bytes: 82 and 123 instructions
     "norm backward": [(62, 80, "bf16", 768, False, "fp32"), (82, 90, "bf16", 1536, False, "fp32"), (66, 100, "bf16", 2048, False),
-                      (68, 100, "bf16", 2048, False, "", "RMS"), (46, 90, "bf16", 1024, True, "fp32"),
-                      (46, 90, "bf16", 1024, True, "fp32", "RMS"), (66, 80, "bf16", 1536, True), (66, 90, "bf16", 1536, True),
-                      (62, 90, "bf16", 1536, True, "fp32"), (66, 100, "bf16", 1536, True)],
+                      (68, 100, "bf16", 2048, False, "", "RMS"), (46, 90, "bf16", 1024, True, "fp32"), (66, 90, "bf16", 1536, True),
+                      (66, 100, "bf16", 1536, True)],
     "norm few": [(42, 90, "bf16", 768, False), (38, 80, "bf16", 768, True), (38, 100, "bf16", 768, True)]
 }.items() for most, sm, dtype, d, *more in rows]
 POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((136, "pool"), (216, "pool backward"))  # most registers
