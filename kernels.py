@@ -1313,7 +1313,7 @@ if triton is not None:
         at, to, out = b * sb + t * ST + i, (b * T + t) * H + i, b * db + t * DT + i  # in z, f, o; in dh; in dz, df, do
         edge = (t // U * B + b) * H + i
         left = tl.minimum(T - t, T).to(tl.int32) * live.to(tl.int32)  # (D,): the chunk's steps below it are there, none if T = 0
-        x, y, first = (), (), e
+        x, y, first = (), (), e  # of the chunk whose turn is next: f and z; o and dh; the state before it
         if AHEAD:
             first = tl.load(edge_ptr + edge, left > 0, 0.0)
             for u in tl.static_range(U):

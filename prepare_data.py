@@ -158,6 +158,8 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--") and " " not in flag:  # looked up before argparse sees it, so that a typo is reported as a typo
                 if flag.replace("-", "_") not in flags:
                     self.error(f"unknown flag {flag}{nearest(flag, flags.values())}")
+                if equals and self._option_string_actions[flags[flag.replace("-", "_")]].nargs == 0:
+                    self.error(f"{flag} takes no value, got {value!r}")
                 args[i] = flags[flag.replace("-", "_")] + equals + value
         return super().parse_known_args(args, namespace)
 

@@ -2110,7 +2110,7 @@ def test_train_seed_draws_the_first_weights():
 
 
 BAD_FLAGS = [
-    (2, ["--attn_ot=dense"], ["unknown flag --attn_ot", "did you mean --attn_out?"]),
+    (2, ["--attn_ot=dense"], ["unknown flag --attn_ot", "did you mean --attn_out?"]), (2, ["--resume=out"], ["takes no value", "'out'"]),
     (2, ["--attn_out=hadamar"], ["hadamar", "head_hadamard"]), (2, ["--max_steps=many"], ["many"]),
     (1, ["--n_embd=100"], ["100", "96 and 104"]), (1, ["--n_embd=33"], ["n_embd=33", "n_head=2"]),
     (1, ["--attn_out=head_hadamard", "--n_head=6", "--n_embd=96"], ["n_head", "6", "4 and 8"]),
