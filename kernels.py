@@ -562,8 +562,9 @@ if triton is not None:
         if dx is not None:
             for i in tl.static_range(M * P):
                 by = by + (_load_vector(alpha + col + i * C, None, R, W) * scale,)
-        # Two stages: the next rows are copied into shared memory meanwhile. Loads and sums would take turns, with two programs a
-        # multiprocessor, and the memory rest for a third of the time. It costs one instruction an element and no register.
+        # Two stages: the next rows are copied into shared memory meanwhile, where a thread's share of a row is 4 bytes or more. Else loads
+        # and sums would take turns, with two programs a multiprocessor, and the memory rest for a third of the time (calculated). It costs
+        # one or two instructions an element, and registers that two programs leave free.
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=2):
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
             base = row[:, None] * D + col[None, :]
