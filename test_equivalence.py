@@ -927,7 +927,9 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     before = {k: v.clone() for k, v in m.state_dict().items()}
     folded = fold_hadamard(m)
     x, y = m(idx), folded(idx)
-    assert x.std() > 0.1 and (x - y).abs().max() < 1e-6 * max(1, x.abs().max())
+    assert x.std() > 0.1 and (x - y).abs().max() < 1e-5  # how far fp32's rounding goes differs between CPUs: 4e-6 seen
+    wide = copy.deepcopy(m).double()
+    assert error(fold_hadamard(wide)(idx), wide(idx)) < 1e-13
     assert folded.config.attn_out == "head_hadamard" and not folded.training
     with unittest.mock.patch.object(model_py, "hadamard_norm_is_fused", lambda *a: a):  # asked anew, of the heads alone
         assert fold_hadamard(m).h[0].attn.one_pass == (m.config.n_embd, m.config.n_head, True)
@@ -5464,8 +5466,10 @@ def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
     "On one thread: a neighbour on the machine would hold up the threads of the many small products, not those of the few large"
     if dtype == torch.bfloat16 and not has_bf16():
         pytest.skip("no bfloat16 instructions: both sides would time an emulation")
-    if dtype == torch.bfloat16 and getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"):
-        pytest.skip("matrix units make large products several times cheaper: the claim is of vector units")
+    if getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"):  # Xeons from 2023 on
+        if dtype == torch.bfloat16:
+            pytest.skip("matrix units make large products several times cheaper: the claim is of vector units")
+        least = min(least, d // 200)  # in fp32 such a core multiplies 1.6 times as fast as those of the claim, and moves bytes no faster
     ratios = []
     while len(ratios) < 4 and max(ratios, default=0) < least:  # and it can only lower the best of several rounds
         ratios.append(speed_ratio(d, dtype))
