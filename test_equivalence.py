@@ -845,6 +845,22 @@ def test_gpt_dropout_is_off_in_eval_and_on_in_training(monkeypatch):
     assert torch.equal(m(idx), m(idx))  # as fine-tuning may set it: that of attention's weights, which is no module, follows
 
 
+@pytest.mark.parametrize("p, dtype", [(0.1, torch.float32), (0.75, torch.bfloat16), (0.0, torch.float32), (1.0, torch.float32)])
+def test_gpt_dropout_by_many_draws_at_once_is_dropout(p, dtype):
+    "The share it drops, where, what stays, the gradient; a seed fixes it; p = 0 and 1, which its draws of 16 bits cannot be sure of"
+    x = torch.ones(301, 999, dtype=dtype, requires_grad=True)
+    y = model_py.Dropout(p)(x)
+    dropped = y == 0
+    assert abs(dropped.double().mean() - p) < 5 * (p * (1 - p) / x.numel()) ** 0.5 + 2 ** -16
+    for axis in (0, 1):  # no row or column is special
+        assert (dropped.double().mean(axis) - p).abs().max() < 6 * (p * (1 - p) / 301) ** 0.5 + 2 ** -16
+    kept = torch.tensor(1 / (1 - p) if p < 1 else 0.0, dtype=dtype)
+    assert torch.equal(y, torch.where(dropped, 0, kept)) and y.dtype == dtype
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y)
+    a, b, c = (torch.manual_seed(seed) and model_py.Dropout(p)(x) for seed in (1, 1, 2))
+    assert torch.equal(a, b) and torch.equal(a, c) == (p in (0.0, 1.0)) and torch.equal(model_py.Dropout(p).eval()(x), x)
+
+
 def test_gpt_of_nanogpts_kind_has_its_parameters_and_its_logits():
     "Names, shapes and order are nanoGPT's behind its prefix: its weights, and an optimiser's state, can be loaded; its GELU is not ours"
     d, h, V, T = 24, 3, 13, 10
@@ -2787,8 +2803,8 @@ def test_shaq_folded_gates_are_exact_under_dropout():
     torch.manual_seed(5)
     out, _ = attn(h, m, memory)
     torch.manual_seed(5)                                    # the masks in their order: q, v by heads, weights
-    q_mask = F.dropout(torch.ones_like(h), 0.4)
-    v_mask = F.dropout(torch.ones(2, 8, 2, 8, dtype=torch.float64).transpose(1, 2), 0.4).transpose(1, 2).flatten(2)
+    q_mask = model_py.Dropout(0.4)(torch.ones_like(h))
+    v_mask = model_py.Dropout(0.4)(torch.ones(2, 2, 8, 8, dtype=torch.float64)).transpose(1, 2).flatten(2)
     noise = torch.Generator().manual_seed(int(torch.randint(2**40, ())))  # weights: blocked_attention's own, drawn again in its backward
     bits = torch.empty(2 * 2 * 3 * 8 // 4 + 1, dtype=torch.int64).random_(-2**63, None, generator=noise).view(torch.int16)[:96]
     masks = iter((q_mask, v_mask, (bits >= round(0.4 * 2**16) - 2**15).double().view(2, 2, 3, 8) / 0.6))
