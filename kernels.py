@@ -210,7 +210,7 @@ def _affine_grads(u, g, weight, of_u):
     if u.dtype != g.dtype:  # a residual's gradient may be of any dtype
         u, g = (t.to(torch.promote_types(u.dtype, g.dtype)) for t in (u, g))
         weight = weight.to(torch.promote_types(u.dtype, weight.dtype))
-    if u.device.type == "cpu":
+    if u.device.type == "cpu" and len(u):  # without rows PyTorch would divide by 0 there, which ends the process
         mean, var = torch.zeros_like(weight), torch.ones_like(weight)
         return torch.ops.aten.native_batch_norm_backward(g, u, weight, mean, var, None, None, False, 0.0, [of_u, True, True])
     wide = g.to(weight.dtype)

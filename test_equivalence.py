@@ -308,6 +308,38 @@ def test_hadamard_gradients_of_vectors_are_summed_block_by_block():
     assert error(dbeta, dy.double().sum(0)) < 1e-5 and error(dalpha, (u.double() * dy).sum(0)) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_hadamard_affine_rows_by_batch_norm_and_as_off_the_cpu(tmp_path, dtype):
+    "On a CPU BatchNorm's operators do it in 16 bits, elsewhere plain ones: rounded once, sums in fp32, whatever the rows and the numbers"
+    text = (HERE / "kernels.py").read_text(encoding="utf-8")
+    for check in ('elif x.device.type == "cpu":', 'if u.device.type == "cpu" and len(u):'):
+        assert text.count(check) == 1
+        text = text.replace(check, check.split()[0] + " False:")
+    (tmp_path / "elsewhere.py").write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("elsewhere", tmp_path / "elsewhere.py")
+    spec.loader.exec_module(elsewhere := importlib.util.module_from_spec(spec))
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def near(found, exact):  # within half a unit in bf16's last place, which is one rounding's, and fp32's own error
+        most = 2e-14 if dtype == torch.float64 else 2e-6 + (dtype == torch.bfloat16) * torch.exp2(exact.frexp().exponent - 9)
+        return found.dtype == dtype and ((found - exact).abs() <= most).logical_or(found.isnan() & exact.isnan()).all()
+
+    for n, d in ((0, 12), (1, 64), (37, 768), (301, 5)):
+        u, g, weight, shift = torch.randn(n, d).to(dtype), torch.randn(n, d).to(dtype), torch.randn(d).to(wide), torch.randn(d).to(wide)
+        u[:1, :1] = math.nan if n == 37 else 0
+        for module in (kernels, elsewhere):
+            for b in (shift, None):
+                module._affine_rows(u, weight, b, out := torch.empty_like(u))
+                assert near(out, weight.double() * u.double() + (0 if b is None else b.double()))
+            for other in (g, g.double()):  # a residual's gradient may be wider
+                for of_u in (True, False):
+                    v, dweight, dshift = module._affine_grads(u, other, weight, of_u)
+                    assert (v is None) == (not of_u) and dweight.dtype.itemsize >= 4 and torch.equal(dweight.isnan(), u.isnan().any(0))
+                    assert not of_u or near(v.to(dtype), weight.double() * g.double())
+                    assert error(dweight.nan_to_num(), (u.double() * g.double()).sum(0).nan_to_num()) < 1e-6
+                    assert error(dshift, g.double().sum(0)) < 1e-6
+
+
 def test_hadamard_gradients_of_vectors_stay_in_fp32_inside_autocast():
     x, dy, alpha, beta = torch.randn(50, 64), torch.randn(50, 64), torch.randn(64).requires_grad_(), torch.randn(64).requires_grad_()
     few = lambda: hadamard_affine(x, alpha.detach(), beta.detach())  # by other calls, without gradients
