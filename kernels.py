@@ -204,17 +204,22 @@ def _affine_rows(x, weight, shift, out):
         out.copy_(y.mul_(weight) if shift is None else torch.addcmul(shift, y, weight))
 
 
-def _affine_grads(u, g, weight, of_u):
+def _affine_grads(u, g, weight, of_u, w):
     """Of y = weight * u + shift, given g = dL/dy, u and g (n, d): weight * g, or None unless of_u; the sums over rows of u * g and of g. On a
-    CPU BatchNorm's derivative (see above) is just that, in two passes for six: 1.5 times as fast in fp32, in bf16 2.6 times"""
+    CPU BatchNorm's derivative (see above) is just that: in 16 bits 2.6 times as fast as plain passes. w (n, d) is scratch of u's dtype"""
     if u.dtype != g.dtype:  # a residual's gradient may be of any dtype
         u, g = (t.to(torch.promote_types(u.dtype, g.dtype)) for t in (u, g))
-        weight = weight.to(torch.promote_types(u.dtype, weight.dtype))
+        weight, w = weight.to(torch.promote_types(u.dtype, weight.dtype)), torch.empty_like(u)
+    if u.dtype == weight.dtype:  # ones @ g is g.sum(0), up to 2.5 times faster on one thread; out= keeps it in fp32 under autocast
+        ones, sums = u.new_ones(1, len(u)), u.new_empty(2, 1, u.shape[1])
+        torch.mm(ones, torch.mul(u, g, out=w), out=sums[0])
+        torch.mm(ones, g, out=sums[1])
+        return torch.mul(g, weight, out=w) if of_u else None, *sums[:, 0]
     if u.device.type == "cpu" and len(u):  # without rows PyTorch would divide by 0 there, which ends the process
         mean, var = torch.zeros_like(weight), torch.ones_like(weight)
         return torch.ops.aten.native_batch_norm_backward(g, u, weight, mean, var, None, None, False, 0.0, [of_u, True, True])
-    wide = g.to(weight.dtype)
-    return (wide * weight).to(u.dtype) if of_u else None, (wide * u).sum(0), wide.sum(0)
+    g = g.to(weight.dtype)
+    return (g * weight).to(u.dtype) if of_u else None, (g * u).sum(0), g.sum(0)
 
 
 def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
@@ -259,13 +264,13 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     r, transform = _blocks(x, n_head, heads_only)
     wide = torch.promote_types(x.dtype, torch.float32)
     dalpha, dbeta = (x.new_zeros(x.shape[1], dtype=wide) for _ in range(2))
-    weight = torch.ones_like(dalpha) if alpha is None else alpha.to(wide) * scale
+    weight, w = torch.ones_like(dalpha) if alpha is None else alpha.to(wide) * scale, x.new_empty(r, x.shape[1])
     dx = x if alpha is None else torch.empty_like(x)  # x only stands in: without alpha nothing is written
     for X, g, o in reversed(list(zip(x.split(r), dy.split(r), dx.split(r)))):  # what was written last may still be in cache
-        v, da, db = _affine_grads(transform(X) if alpha is None else X, g, weight, alpha is not None)
+        v, da, db = _affine_grads(transform(X) if alpha is None else X, g, weight, alpha is not None, w[:len(g)])
         if alpha is not None:
             transform(v, o)                                                               # (alpha * scale * g) H
-        dalpha.add_(da)
+        dalpha.add_(da)  # block by block: row after row the sum of 65,536 equal gradients was 6e-4 off
         dbeta.add_(db)
     return (dalpha * scale, dbeta) if alpha is None else (dx, dalpha * scale, dbeta)
 

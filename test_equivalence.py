@@ -333,7 +333,7 @@ def test_hadamard_affine_rows_by_batch_norm_and_as_off_the_cpu(tmp_path, dtype):
                 assert near(out, weight.double() * u.double() + (0 if b is None else b.double()))
             for other in (g, g.double()):  # a residual's gradient may be wider
                 for of_u in (True, False):
-                    v, dweight, dshift = module._affine_grads(u, other, weight, of_u)
+                    v, dweight, dshift = module._affine_grads(u, other, weight, of_u, torch.empty_like(u))
                     assert (v is None) == (not of_u) and dweight.dtype.itemsize >= 4 and torch.equal(dweight.isnan(), u.isnan().any(0))
                     assert not of_u or near(v.to(dtype), weight.double() * g.double())
                     assert error(dweight.nan_to_num(), (u.double() * g.double()).sum(0).nan_to_num()) < 1e-6
