@@ -977,9 +977,10 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     before = {k: v.clone() for k, v in m.state_dict().items()}
     folded = fold_hadamard(m)
     x, y = m(idx), folded(idx)
-    assert x.std() > 0.1 and (x - y).abs().max() < 1e-5  # how far fp32's rounding goes differs between CPUs: 4e-6 seen
     wide = copy.deepcopy(m).double()
-    assert error(fold_hadamard(wide)(idx), wide(idx)) < 1e-13
+    exact = wide(idx)
+    assert x.std() > 0.1 and (x - y).abs().max() < 1e-5 and error(fold_hadamard(wide)(idx), exact) < 1e-13
+    assert error(y, exact) < 1.2 * error(x, exact)  # in fp32 as near as before; how near that is differs between CPUs
     assert folded.config.attn_out == "head_hadamard" and not folded.training
     with unittest.mock.patch.object(model_py, "hadamard_norm_is_fused", lambda *a: a):  # asked anew, of the heads alone
         assert fold_hadamard(m).h[0].attn.one_pass == (m.config.n_embd, m.config.n_head, True)
@@ -5531,7 +5532,7 @@ def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
     if getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"):  # Xeons from 2023 on
         if dtype == torch.bfloat16:
             pytest.skip("matrix units make large products several times cheaper: the claim is of vector units")
-        least = min(least, d // 200)  # in fp32 such a core multiplies 1.6 times as fast as those of the claim, and moves bytes no faster
+        least = min(least, d // 200)  # in fp32 such a core multiplies some 1.8 times as fast as those of the claim, and moves bytes no faster
     ratios = []
     while len(ratios) < 4 and max(ratios, default=0) < least:  # and it can only lower the best of several rounds
         ratios.append(speed_ratio(d, dtype))
