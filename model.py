@@ -5,6 +5,7 @@ The models of the three papers, every variant behind a flag that stands beside i
                                       attn     = mha | dva | dva_outer                                [2]
     SHAQ    one attention head over LSTMs or quasi-recurrent nets with a memory; SHAQ_PRESETS holds every ablation   [3]
 
+Below them: LAMB, [3]'s optimiser, and what the training scripts share, from the choice of a device to loading a checkpoint.
 To import it needs torch and kernels.py beside it, nothing else; to run it, prepare_data.py too.
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "        samples from a trained model
 
@@ -61,6 +62,7 @@ class GPTConfig:
     init: str = "gpt2"            # gpt2 | torch: PyTorch's own defaults, embeddings N(0, 1), as in the book that [2] follows
 
 
+# To add one: its name here, a branch beside the others' (a new attn_out finds alpha and beta ready): train_gpt.py and compare take it
 CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])
@@ -85,8 +87,8 @@ SIZES = {  # [1, table 2 and v1's sizes]: these reproduce every published parame
 
 def hadamard_heads(config):
     """The h of the layer's H = H_h (x) H_(d/h): n_head where both factors exist, so that the inner one can be folded into W_V; else 1, the
-    plain H_d. Which of the two is a free choice of H. Of SIZES only base, 16 heads of 96, has two different ones: its H_1536 is
-    H_12 (x) H_128."""
+    plain H_d. [1] leaves the choice open. Of SIZES only in base, 16 heads of 96, do the two differ: the layer has H_16 (x) H_96, where
+    hadamard_matrix(1536) is H_12 (x) H_128."""
     d, h = config.n_embd, config.n_head
     if _split_order(h) and _split_order(d // h):
         return h
@@ -174,12 +176,12 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
     P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         q_r is None    out = P v                         v of any width
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
-    q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). seed: the dropout's, () int64 on the CPU, None without;
-    the caller draws it, as a forward pass that is run again (checkpointing) must find the same. keep: each block's P stays for the backward
-    pass, as the second output; else that pass computes it again, and memory is linear in T. Once differentiable. On a CPU in bf16, without
-    keep, 1.4 times as fast as PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), in fp32 level with it. In 16
-    bits scores are rounded, where that operator keeps fp32: results are 2 times as far off at scores of standard deviation 1, 7 times at
-    9."""
+    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). seed: the dropout's, () int64 on the CPU,
+    None without; the caller draws it, as a forward pass that is run again (checkpointing) must find the same. keep, attention()'s choice:
+    each block's P stays for the backward pass, as the second output; else that pass computes it again, and memory is linear in T. Once
+    differentiable. On a CPU in bf16, without keep, 1.4 times as fast as PyTorch's fused operator, forward and backward (48 heads of 64,
+    T = S = 256), in fp32 level with it. In 16 bits scores are rounded, where that operator keeps fp32: results are 2 times as far off at
+    scores of standard deviation 1, 7 times at 9."""
     out = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1))
     kept = []
     for i, e in query_blocks(q, k):
@@ -255,9 +257,10 @@ blocked_attention.register_autograd(attention_gradients, setup_context=save_atte
 
 
 def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
-    """softmax(q k^T / sqrt(w)) v, or with q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All (B, h, T, w), v of any width
-    without q_r; k, v, k_r may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or k_r), under
-    autocast in its dtype. One query, T = 1, also takes a mask (1, S) in the dtype of q: 0 where it may look, -inf elsewhere."""
+    """softmax(q k^T / sqrt(w)) v, always causal, or with q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All (B, h, T, w), v of
+    any width without q_r; k, v, k_r may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or k_r),
+    under autocast in its dtype. One query, T = 1, also takes a mask (1, S) in the dtype of q: 0 where it may look, -inf elsewhere.
+    dropout always drops: pass 0 in evaluation. ValueError for other shapes. Way 1 below is differentiable once, in reverse mode."""
     if not 0 <= dropout < 1:
         raise ValueError(f"attention: dropout={dropout}: expected 0 to below 1")
     fits = (q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3)
@@ -379,9 +382,9 @@ class Attention(nn.Module):
         if self.attn_out == "dense":
             y = self.c_proj(y)                                                           # Y W_O
         elif self.attn_out == "hadamard":
-            y = hadamard_affine(y, self.alpha, self.beta, self.order)                    # alpha * (Y H) + beta, [1, eq. 1]
+            y = hadamard_affine(y, self.alpha, self.beta, self.order)                    # alpha * (Y H / sqrt(d)) + beta, [1, eq. 1]
         elif self.attn_out == "head_hadamard":
-            y = hadamard_affine(y, self.alpha, self.beta, self.order, heads_only=True)   # alpha * (Y (H_h (x) I)) + beta
+            y = hadamard_affine(y, self.alpha, self.beta, self.order, heads_only=True)   # alpha * (Y (H_h (x) I) / sqrt(h)) + beta
         elif self.attn_out == "identity":
             y = torch.addcmul(self.beta.to(y.dtype), y, self.alpha.to(y.dtype))          # alpha * Y + beta: the control without a mix
         elif self.attn_out != "none":
@@ -432,7 +435,7 @@ class Block(nn.Module):
         return x + self.mlp(n)
 
 
-HEAD_LOGITS = 2**26  # on a GPU four times as many; module-level, as torch.compile cannot read an attribute of a Function
+HEAD_LOGITS = 2**26  # that exist at a time, on a GPU four times as many; a global, as torch.compile cannot read a Function's attribute
 
 
 class HeadLoss(torch.autograd.Function):
@@ -885,6 +888,7 @@ class QRNN(nn.Module):
 
         Z = tanh(W_z * X)    F = sigmoid(W_f * X)    O = sigmoid(W_o * X)    c_t = f_t c_(t-1) + (1 - f_t) z_t    h_t = o_t c_t
 
+    W * X the convolution. qrnn_pool is all but that: for a recurrence of your own put a loop over t, under autograd, in its place.
     The authors' pytorch-qrnn has f and 1 - f, x_t and x_(t-1) the other way round: to load its weights negate W_f and b_f and
     swap the halves of the columns."""
 
@@ -1230,8 +1234,8 @@ class SHAQ(nn.Module):
 
 class LAMB(torch.optim.Optimizer):
     """LAMB (You et al., arXiv:1904.00962) as SHA-RNN uses it: no bias correction, each tensor's step scaled by a trust ratio
-    max(min(|w|, max_norm) / |step|, min_trust), which is 1 where either norm is 0. Few launches (foreach), and nothing waits for the device:
-    the ratios stay there."""
+    max(min(|w|, max_norm) / |step|, min_trust), which is 1 where either norm is 0. For parameters in fp32 or fp64; weight_decay counts in
+    |step|. Few launches (foreach), and nothing waits for the device: the ratios stay there."""
 
     def __init__(self, params, lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25):
         if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
