@@ -1020,7 +1020,8 @@ def hadamard_transform(x, scale=1.0):
 def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     """alpha * (x @ H / sqrt(d)) + beta [1, eq. 1], in one pass over memory, with gradients of any order for x, alpha and beta.
 
-    x: (..., d), as for hadamard_transform; alpha, beta: (d,), float (often fp32 with bf16 rows). Returns x's shape and dtype.
+    x: (..., d); dtypes and errors as for hadamard_transform. alpha, beta: tensors (d,) of any of these dtypes, often fp32 beside bf16 rows;
+    gradients are in their own. Returns x's shape and dtype. Another shape, or an n_head that does not divide d, is a ValueError.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d. For most sizes that is the same matrix; for all, the inner factor H_(d/h) can be
     folded into the value projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
     """
@@ -1520,11 +1521,12 @@ def _fo_pool(name, banks, H, c0):
 
 
 def fo_pool(z, f, o, c0=None):
-    """fo-pooling of activated inputs: c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t.
+    """fo-pooling of activated inputs: c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t [QRNN, eq. 4].
 
     z, f, o (B, T, H), one dtype of float16, bfloat16, float32, float64; c0 (B, H), None for zeros. Returns h (B, T, H) in their dtype and
     c_last (B, H), the c0 of the next window. The state (c0, c_last) is float32 for 16-bit inputs, else in their dtype. Differentiable once
-    in all inputs, through h and c_last. Raises ValueError or TypeError for shapes or dtypes that do not fit [QRNN, eq. 4].
+    in all inputs, through h and c_last. Raises ValueError for shapes that do not fit, or c0 in another dtype, TypeError for other dtypes,
+    NotImplementedError under forward-mode differentiation.
     """
     if z.dim() != 3 or not z.shape == f.shape == o.shape:
         raise ValueError(f"fo_pool: z, f, o must share one shape (B, T, H), got {tuple(z.shape)}, {tuple(f.shape)}, "
