@@ -354,8 +354,9 @@ def unchanged(typed, stored, free):
 
 def shorten(s, asked, step, pace, say):
     """Cut the schedule to the steps that max_minutes allow at the run's pace so far, never to more than were asked for (None: leave it as
-    it is). Done every 25 steps, and before that once the time is up. pace: seconds a step, the mean over processes of all steps but the
-    first three and this one, so that all processes decide alike; 0 as long as it is not known."""
+    it is). Done every 25 steps, and before that once the time is up; from then on s["paced"] is set, as it is by a max_steps typed on
+    --resume. pace: seconds a step, the mean over processes of all steps but the first three and this one, so that all processes decide
+    alike; 0 as long as it is not known."""
     up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
     if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return

@@ -9,7 +9,8 @@ Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value 
 The batch is given in tokens; micro-batches, accumulation and processes divide it, and the loss curve is the same however they do (up to
 rounding, without dropout). Nothing random is kept from step to step: batches and dropout are functions of (seed, step), so a resumed run
 is the uninterrupted one. Ctrl-C or a signal saves first; torchrun kills what has not saved within 30 seconds, unless
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more (torch 2.12 on).
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more (torch 2.12 on). A step's line: norm is the gradient's before clipping; MFU (model FLOP/s
+utilisation) is the FLOP/s of the model's matrix products, by flops_per_token(), as a share of the device's, printed at the start.
 """
 import argparse
 import os
@@ -166,6 +167,7 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
 
 
 # -----------------------------------------------------------------------------
+# Training
 
 
 def main():
