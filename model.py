@@ -171,17 +171,20 @@ NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum
 
 @torch.library.custom_op(f"{NAMESPACE}::blocked_attention", mutates_args=())
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor, k_r: torch.Tensor | None,
-                      seed: torch.Tensor | None, dropout: float, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+                      keys: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None, dropout: float,
+                      keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T. With
     P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         q_r is None    out = P v                         v of any width
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
-    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). seed: the dropout's, () int64 on the CPU,
-    None without; the caller draws it, as a forward pass that is run again (checkpointing) must find the same. keep, attention()'s choice:
-    each block's P stays for the backward pass, as the second output; else that pass computes it again, and memory is linear in T. Once
-    differentiable. On a CPU in bf16, without keep, 1.4 times as fast as PyTorch's fused operator, forward and backward (48 heads of 64,
-    T = S = 256), in fp32 level with it. In 16 bits scores are rounded, where that operator keeps fp32: results are 2 times as far off at
-    scores of standard deviation 1, 7 times at 9."""
+    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). keys, values (N, S, as k and v), if
+    given, are used in the place of k and v, which are only their last rows, those that get a gradient; without q_r. seed: the dropout's, ()
+    int64 on the CPU, None without; the caller draws it, as a forward pass that is run again (checkpointing) must find the same. keep,
+    attention()'s choice: each block's P stays for the backward pass, as the second output; else that pass computes it again, and memory is
+    linear in T. Once differentiable. On a CPU in bf16, without keep, 1.4 times as fast as PyTorch's fused operator, forward and backward
+    (48 heads of 64, T = S = 256), in fp32 level with it. In 16 bits scores are rounded, where that operator keeps fp32: results are 2 times
+    as far off at scores of standard deviation 1, 7 times at 9."""
+    k, v = (k, v) if keys is None else (keys, values)
     out = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1))
     kept = []
     for i, e in query_blocks(q, k):
@@ -194,11 +197,14 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
 
 @torch.library.custom_op(f"{NAMESPACE}::blocked_attention_backward", mutates_args=())
 def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor,
-                               k_r: torch.Tensor | None, seed: torch.Tensor | None, dropout: float,
-                               kept: list[torch.Tensor]) -> list[torch.Tensor]:
+                               k_r: torch.Tensor | None, keys: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None,
+                               dropout: float, kept: list[torch.Tensor]) -> list[torch.Tensor]:
     "g (N, T, width of out), out's gradient -> those of q, k, v, and of q_r, k_r if given"
     new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # there beta=0 keeps NaN (pytorch/pytorch, issue 194442)
-    dq, dk, dv = map(new, (q, k, v))
+    own = k.size(1)
+    k, v = (k, v) if keys is None else (keys, values)
+    past = (k.size(1) - own) // 8 * 8  # rows before get no gradient; up to 7 get one in vain, for products of whole 16 bytes, see above
+    dq, dk, dv = map(new, (q, k[:, past:], v[:, past:]))
     if q_r is not None:
         dq_r, dk_r = new(q_r), new(k_r)
     g = g if dropout == 0.0 else g * (1 / (1 - dropout))
@@ -208,7 +214,7 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
         n, P, drop = causal_weights(q, k, i, e, dropout, seed, P)
         W = P if drop is None else P.masked_fill(drop, 0)                                # (N, e - i, n), as are G, dWG, dG, dP
         if q_r is None:
-            dv[:, :n].baddbmm_(W.mT, g[:, i:e], beta=beta)
+            dv[:, :n - past].baddbmm_(W[:, :, past:].mT, g[:, i:e], beta=beta)
             dP = torch.bmm(g[:, i:e], v[:, :n].mT)
         else:
             G = torch.bmm(q_r[:, i:e], v[:, :n].mT)                                      # Q_R V^T: the output is (W * G) K_R
@@ -222,18 +228,19 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
             dP.masked_fill_(drop, 0)
         dscores = torch._softmax_backward_data(dP, P, -1, P.dtype)  # P * (dP - sum over keys of P * dP), in one pass
         dq[:, i:e].baddbmm_(dscores, k[:, :n], beta=0, alpha=q.size(-1) ** -0.5)
-        dk[:, :n].baddbmm_(dscores.mT, q[:, i:e], beta=beta, alpha=q.size(-1) ** -0.5)
-    return [dq, dk, dv] + ([] if q_r is None else [dq_r, dk_r])
+        dk[:, :n - past].baddbmm_(dscores[:, :, past:].mT, q[:, i:e], beta=beta, alpha=q.size(-1) ** -0.5)
+    return [dq, dk[:, dk.size(1) - own:].contiguous(), dv[:, dv.size(1) - own:].contiguous()] + ([] if q_r is None else [dq_r, dk_r])
 
 
 @blocked_attention.register_fake
-def _(q, k, q_r, v, k_r, seed, dropout, keep):
+def _(q, k, q_r, v, k_r, keys, values, seed, dropout, keep):
+    k = k if keys is None else keys
     kept = [q.new_empty(q.size(0), e - i, e + k.size(1) - q.size(1)) for i, e in query_blocks(q, k)] if keep else []
     return q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), kept
 
 
 @blocked_attention_backward.register_fake
-def _(g, q, k, q_r, v, k_r, seed, dropout, kept):
+def _(g, q, k, q_r, v, k_r, keys, values, seed, dropout, kept):
     return [torch.empty_like(t) for t in (q, k, v, q_r, k_r) if t is not None]
 
 
@@ -245,32 +252,35 @@ def save_attention(ctx, inputs, output):
 
 def attention_gradients(ctx, g, _):
     if g is None:
-        return (None,) * 8
-    q, k, q_r, v, k_r, seed, *kept = ctx.saved_tensors
+        return (None,) * 10
+    q, k, q_r, v, k_r, keys, values, seed, *kept = ctx.saved_tensors
     with torch._C._DisableAutocast():  # it may be on here, though it was not in forward, and would cast some of the products
-        dq, dk, dv, *more = blocked_attention_backward(g, q, k, q_r, v, k_r, seed, ctx.dropout, kept)
+        dq, dk, dv, *more = blocked_attention_backward(g, q, k, q_r, v, k_r, keys, values, seed, ctx.dropout, kept)
     dq_r, dk_r = more or (None, None)
-    return dq, dk, dq_r, dv, dk_r, None, None, None
+    return dq, dk, dq_r, dv, dk_r, None, None, None, None, None
 
 
 blocked_attention.register_autograd(attention_gradients, setup_context=save_attention)
 
 
-def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
+def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     """softmax(q k^T / sqrt(w)) v, always causal, or with q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All (B, h, T, w), v of
     any width without q_r; k, v, k_r may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or k_r),
     under autocast in its dtype. One query, T = 1, also takes a mask (1, S) in the dtype of q: 0 where it may look, -inf elsewhere.
+    new = (k', v'): the last rows of k and v again, then the only ones that get a gradient: for a memory that needs none, without q_r or mask.
     dropout always drops: pass 0 in evaluation. ValueError for other shapes. Way 1 below is differentiable once, in reverse mode."""
     if not 0 <= dropout < 1:
         raise ValueError(f"attention: dropout={dropout}: expected 0 to below 1")
     fits = (q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3)
             and q.size(2) <= k.size(2) == v.size(2)
             and (mask is None or mask.is_floating_point() and (q.size(2), *mask.shape) == (1, 1, k.size(2)))
-            and (q_r is None) == (k_r is None) and (q_r is None or (q_r.shape, k_r.shape, v.shape) == (q.shape, k.shape, k.shape)))
+            and (q_r is None) == (k_r is None) and (q_r is None or (q_r.shape, k_r.shape, v.shape) == (q.shape, k.shape, k.shape))
+            and (new is None or q_r is mask is None and new[0].size(2) == new[1].size(2) <= k.size(2)
+                 and all((*a.shape[:2], *a.shape[3:]) == (*b.shape[:2], *b.shape[3:]) for a, b in zip(new, (k, v)))))
     if not fits:
-        given = dict(q=q, k=k, v=v, q_r=q_r, k_r=k_r, mask=mask)
+        given = dict(q=q, k=k, v=v, q_r=q_r, k_r=k_r, mask=mask) | dict(zip(("k'", "v'"), new or ()))
         raise ValueError("attention: expected q (B, h, T, w), k (B, h, S, w), v (B, h, S, any), S >= T; with q_r and k_r those like q and "
-                         "k, v like k; a mask goes with one query, (1, S) of floats; got "
+                         "k, v like k; a mask goes with one query, (1, S) of floats; new without these, as k and v but for S; got "
                          + ", ".join(f"{n} {tuple(t.shape)}" for n, t in given.items() if t is not None))
     T, S = q.size(2), k.size(2)
     _check_meta("attention", *(t for t in (q, k, v, q_r, k_r) if t is not None))
@@ -287,10 +297,11 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
         flash = flash and q.size(-1) == v.size(-1)
     if T > 1 and q.device.type == "cpu":
         flash = q_r is None and q.size(-1) == v.size(-1) and not dropout and not torch.is_grad_enabled()
-    if T > 1 and (T < S or not flash and (q.device.type == "cpu" or T > v.size(-1))):
+    if new is not None or T > 1 and (T < S or not flash and (q.device.type == "cpu" or T > v.size(-1))):
         _reverse_mode_only("attention")
+        (k_new, v_new), memory = ((k, v), (None, None)) if new is None else (new, (k.detach(), v.detach()))
         # autocast's dtype, as PyTorch's operator does
-        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, q_r, v, k_r)]
+        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k_new, q_r, v_new, k_r, *memory)]
         seed = torch.randint(2**40, (), device="cpu") if dropout else None
         # P stays where it holds at most twice what stays anyway, q, k, v and the output: memory is linear in T, and on a CPU both passes
         # are 1.1 to 1.3 times as fast. Not compiled: how many blocks there are would fix T in the code
@@ -934,11 +945,17 @@ class MemoryAttention(nn.Module):
         c, f = self.overparam(torch.sigmoid(self.vs)).chunk(2)
         return torch.sigmoid(f) * torch.tanh(c)
 
-    def attend(self, q, m, mask=None):
+    def attend(self, q, m, mask=None, new=None):
         """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d): causal in the window, open over
-        all memory"""
-        q, k = (t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for t in (q, m))             # (B, h, T or S, d_h)
-        y = attention(q, k, self.drop(k), dropout=self.drop.p if self.training else 0.0, mask=mask)
+        all memory. new (B, T, d), if given, is these T rows again, then the only ones that get a gradient"""
+        q, k, *new = (t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for t in (q, m, new) if t is not None)  # (B, h, T or S, d_h)
+        p = self.drop.p if self.training else 0.0
+        if new:
+            new += [self.drop(new[0])]
+            v = torch.cat((self.drop(k[:, :, :-q.size(2)].detach()), new[1].detach()), 2) if p else k
+            y = attention(q, k, v, dropout=p, new=new)
+        else:
+            y = attention(q, k, self.drop(k), dropout=p, mask=mask)
         return y.transpose(1, 2).flatten(2)
 
     def forward(self, h, m, memory=None):
@@ -967,9 +984,12 @@ class MemoryAttention(nn.Module):
         else:
             # Published: memory and window together hold at most mem_len positions. Until that cap bites, the output
             # does not depend on where a stream was cut into windows; beyond it, a window's early queries see fewer.
+            new = None
             if memory is not None:
+                # A memory that is cut from its graph needs no gradient, to which would go nearly half of the backward pass
+                new = m if torch.is_grad_enabled() and not memory.requires_grad else None
                 m = torch.cat([last(memory, self.mem_len - m.size(1)).to(m.dtype), m], dim=1)   # (B, M + T, d)
-            x, memory = self.attend(q, m), last(m, self.mem_len)
+            x, memory = self.attend(q, m, new=new), last(m, self.mem_len)
         return (x * self.value_gate() if self.config.gates else x), memory
 
     def over_mean(self, q, m, memory):
@@ -1225,11 +1245,12 @@ class SHAQ(nn.Module):
                                 ".ff.": "feed-forward", ".W_q.": "attention W_q", ".overparam.": "overparam", ".attn.": "gates"})
 
     def flops_per_token(self, T):
-        """Operations of the matrix products, forward and backward, a token: windows of T, the memory full."""
+        """Operations of the matrix products, forward and backward, a token: windows of T, the memory full, whose rows get no gradient."""
         cfg = self.config
         weights = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and "overparam" not in name)
         keys = {"full": max(cfg.mem_len, T), "mean": 1 + cfg.mean_window, "none": T}[cfg.memory]
-        return 6 * weights + 12 * cfg.n_embd * keys * len(cfg.attn_layers)
+        new = T if cfg.memory == "full" else keys
+        return 6 * weights + (8 * keys + 4 * new) * cfg.n_embd * len(cfg.attn_layers)
 
 
 class LAMB(torch.optim.Optimizer):
@@ -1254,7 +1275,7 @@ class LAMB(torch.optim.Optimizer):
                 continue
             for p in w:
                 if p.dtype not in (torch.float32, torch.float64):
-                    raise ValueError(f"LAMB: got a parameter in {p.dtype}, expected fp32; use autocast for 16 bits")
+                    raise ValueError(f"LAMB: got a parameter in {p.dtype}, expected fp32 or fp64; use autocast for 16 bits")
                 if not self.state[p]:
                     self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             g = [p.grad for p in w]

@@ -1038,23 +1038,31 @@ def test_gpt_residual_stream_starts_as_with_the_dense_layer(out):
 
 @pytest.mark.parametrize("T, past, wide, outer", [(2, 0, 5, False), (127, 0, 5, False), (128, 0, 10, False), (129, 0, 5, True),
                                                   (300, 0, 5, False), (260, 0, 5, True), (2, 3, 5, False), (129, 200, 5, False),
-                                                  (130, 7, 5, True)])
+                                                  (130, 7, 5, True), (1, 9, 5, False), (300, 77, 10, False)])
 def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
     shapes = dict(q=(T, 5), k=(past + T, 5), v=(past + T, wide)) | (dict(r=(T, 5), u=(past + T, 5)) if outer else {})
     leaf = {n: randn(3, *shape, grad=True) for n, shape in shapes.items()}
     q, k, r, v, u = (leaf.get(n) for n in "qkrvu")
     assert all((past + e) % 8 == 0 for _, e in model_py.query_blocks(q, k)[:-1])  # as fast products want it
-    y, kept = blocked_attention(q, k, r, v, u, None, 0.0, False)
-    stored, P_kept = blocked_attention(q, k, r, v, u, None, 0.0, True)
+    y, kept = blocked_attention(q, k, r, v, u, None, None, None, 0.0, False)
+    stored, P_kept = blocked_attention(q, k, r, v, u, None, None, None, 0.0, True)
     assert torch.equal(y, stored) and kept == [] and all(error(P.sum(-1), torch.ones(P.shape[:2])) < 1e-12 for P in P_kept)
     P = (q @ k.mT / math.sqrt(5)).masked_fill(torch.ones(T, past + T, dtype=torch.bool).triu(1 + past), -math.inf).softmax(-1)
     z = (P * (r @ v.mT)) @ u if outer else P @ v
     dy = torch.randn_like(z)
     assert error(y, z) < 1e-12
-    for a, b, c in zip(*(torch.autograd.grad(out, list(leaf.values()), dy) for out in (y, z, stored))):
+    for a, b, c in zip(*(torch.autograd.grad(out, list(leaf.values()), dy, retain_graph=True) for out in (y, z, stored))):
         assert error(a, b) < 1e-12 and error(a, c) < 1e-12
+    new = None if outer else [t.detach()[:, past:].requires_grad_() for t in (k, v)]  # k and v before these are a memory, without gradients
     for keep in (False, True):
-        torch.library.opcheck(blocked_attention, (q, k, r, v, u, None, 0.0, keep))  # among others, that torch.compile may take it
+        torch.library.opcheck(blocked_attention, (q, k, r, v, u, None, None, None, 0.0, keep))  # among others, that torch.compile may take it
+        if new:
+            memory = new[0], None, new[1], None, k.detach(), v.detach(), None, 0.0, keep
+            torch.library.opcheck(blocked_attention, (q, *memory))
+            x = blocked_attention(q, *memory)[0]
+            assert torch.equal(x, y) and torch.autograd.grad(x, k, dy, allow_unused=True, retain_graph=True) == (None,)
+            for a, b in zip(torch.autograd.grad(x, (q, *new), dy), torch.autograd.grad(z, (q, k, v), dy, retain_graph=True)):
+                assert error(a, b[:, -a.size(1):]) < 1e-12
     if not outer and not past:
         q, k, v = (t.detach()[:, None] for t in (q, k, v))
         assert error(attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)) < 1e-12
@@ -1105,7 +1113,9 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
     for wrong in ((q, q, long), (q, long, q), (q, q[:, :2], q[:, :2]), (q, q.reshape(4, 2, 3, 8), q.reshape(4, 2, 3, 8)), (long, q, q),
                   (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q), (q, q, q, q), (q, q, q, None, q),
                   (q, q[..., :4], q), (q, q, q[..., :4], q, q), (q[:, :, :1], q, q, None, None, 0.0, torch.zeros(1, 2)),
-                  (q[:, :, :1], q, q, None, None, 0.0, torch.ones(1, 3, dtype=torch.bool))):  # True was added to the scores, as 1
+                  (q[:, :, :1], q, q, None, None, 0.0, torch.ones(1, 3, dtype=torch.bool)),  # True was added to the scores, as 1
+                  *((q, q, q, *more, 0.0, None, new) for more, new in (((None, None), (long, long)), ((None, None), (q, q[:, :, :2])),
+                                                                       ((None, None), (q[..., :4], q)), ((q, q), (q, q))))):
         refuses(lambda: attention(*wrong), "expected q (B, h, T, w)", "got q (2, 4, ")
     refuses(lambda: attention(q, q, q, dropout=1.0), "dropout=1.0", "below 1")  # blocks divide by 1 - dropout
     refuses(lambda: attention(q, q, q.to("meta")), "attention", "cpu, cpu, meta")  # it returned memory that nothing had written
@@ -1143,12 +1153,12 @@ def test_gpt_blocked_attention_dropout(outer, monkeypatch):
     leaf = [randn(2, 10, 3, grad=True) for _ in range(5 if outer else 3)]
 
     def call(q, k, v, r=None, u=None):
-        return blocked_attention(q, k, r, v, u, torch.tensor(5), 0.4, keep)[0]
+        return blocked_attention(q, k, r, v, u, None, None, torch.tensor(5), 0.4, keep)[0]
 
     for keep in (False, True):
         assert torch.autograd.gradcheck(call, leaf)
     zeros, one = torch.zeros(200, 8, 1), torch.eye(8).repeat(200, 1, 1)
-    P, _ = blocked_attention(zeros, zeros, None, one, None, torch.tensor(7), 0.25, False)
+    P, _ = blocked_attention(zeros, zeros, None, one, None, None, None, torch.tensor(7), 0.25, False)
     kept = P[:, 7] > 0  # of weights 1 / (t + 1) each
     assert not torch.equal(P[:, 0, 0] > 0, P[:, 4, 0] > 0)  # each block of rows has noise of its own
     assert torch.allclose(P[:, 7][kept], torch.tensor(1 / 8 / 0.75)) and abs(kept.float().mean() - 0.75) < 0.04
@@ -1440,13 +1450,13 @@ def test_gpt_blocked_attention_on_apples_gpus_adds_to_nothing_that_was_never_wri
     "Up to torch 2.13 baddbmm_ there multiplies what it finds by beta, also by 0"
     leaf = [randn(2, 600, 3, grad=True) for _ in range(5 if outer else 3)]
     q, k, v, q_r, k_r = leaf if outer else [*leaf, None, None]
-    y, kept = blocked_attention(q, k, q_r, v, k_r, None, 0.0, False)
+    y, kept = blocked_attention(q, k, q_r, v, k_r, None, None, None, 0.0, False)
     true, g = torch.autograd.grad(y.sum(), leaf), torch.ones_like(y)
     monkeypatch.setattr(torch.Tensor, "baddbmm_", lambda s, a, b, *, beta=1, alpha=1: s.mul_(beta).add_(torch.bmm(a, b), alpha=alpha))
     monkeypatch.setattr(torch, "empty_like", lambda t: torch.full_like(t, math.nan))
     there = [None if t is None else t.detach().as_subclass(Apple) for t in (g, q, k, q_r, v, k_r)]
     with torch.no_grad():
-        found = model_py.blocked_attention_backward._init_fn(*there, None, 0.0, kept)
+        found = model_py.blocked_attention_backward._init_fn(*there, None, None, None, 0.0, kept)
     for a, b in zip(found, true):
         assert error(a.as_subclass(torch.Tensor), b) < 1e-12
 
@@ -2709,6 +2719,28 @@ def test_shaq_attention_over_memory_is_a_masked_loop(n_head, gates):
     torch.testing.assert_close(attn(h, m)[0], attention_loop(attn, h, m), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("T, dropout", [(1, 0.0), (4, 0.0), (4, 0.4)])
+def test_shaq_memory_that_is_cut_from_its_graph_gets_no_gradient_and_changes_no_other(T, dropout):
+    "Its gradient is not computed, with about half of the backward pass; in a graph it is"
+    attn, results = memory_attention(n_head=2, mem_len=9, dropout=dropout).train(), []
+    with unittest.mock.patch.object(model_py, "attention", side_effect=attention) as asked, \
+            unittest.mock.patch.object(model_py, "drops", lambda x, *a, **b: torch.arange(x.size(-1)).expand(x.shape) % 3 == 0):
+        for cut in (True, False):
+            torch.manual_seed(2)
+            h, m, memory = (torch.randn(2, n, 16, dtype=torch.float64, requires_grad=True) for n in (T, T, 8))
+            y, after = attn(h, m, memory.detach() if cut else memory)
+            new = asked.call_args.kwargs.get("new")
+            assert [t.size(2) for t in new] == [T, T] if cut else new is None
+            results.append((y, after, *torch.autograd.grad(y.square().sum(), [h, m, *attn.parameters()], retain_graph=True)))
+            dropped = torch.autograd.grad(y.sum(), memory, allow_unused=True)[0]
+            assert dropped is None if cut else dropped.any()
+        with torch.no_grad():
+            attn(h, m, memory.detach())
+            assert asked.call_args.kwargs.get("new") is None  # all ways of attention() are open
+    for a, b in zip(*results):
+        assert error(a, b) < 1e-12
+
+
 def test_shaq_mean_memory_is_eq_1_to_4():
     """Calls of exactly p positions are the paper's windows: W is the mean of what they cached, Z = [W, H]."""
     p, mem_len = 4, 15                                      # at most 15 - 4 = 11 cached rows
@@ -2809,7 +2841,7 @@ def test_lamb_is_its_transcription():
 
 def test_shaq_flops_per_token_by_hand():
     flops, d = lambda preset, **c: SHAQ(SHAQConfig(**{**TINY, **SHAQ_PRESETS[preset], **c})).flops_per_token(8), 16
-    assert flops("shaq", mem_len=20) == 6 * (4 * 6 * d * d + d * d + 11 * d) + 12 * d * 20
+    assert flops("shaq", mem_len=20) == 6 * (4 * 6 * d * d + d * d + 11 * d) + (8 * 20 + 4 * 8) * d
     assert flops("shaq", memory="none", mem_len=20) == 6 * (4 * 6 * d * d + d * d + 11 * d) + 12 * d * 8
     assert flops("sharnn", mem_len=5, attn_layers=(2, 4)) == 6 * (4 * 12 * d * d + 2 * d * d + 11 * d) + 2 * 12 * d * 8
     assert flops("mean_mem", mem_len=20, mean_window=6) == 6 * (4 * 12 * d * d + d * d + 11 * d) + 12 * d * 7
@@ -2838,9 +2870,10 @@ def test_shaq_folded_gates_are_exact_under_dropout():
     h, m, memory = (torch.randn(2, T, 16, dtype=torch.float64) for T in (3, 3, 5))
     torch.manual_seed(5)
     out, _ = attn(h, m, memory)
-    torch.manual_seed(5)                                    # the masks in their order: q, v by heads, weights
+    torch.manual_seed(5)                                    # the masks in their order: q, v by heads, first the window's, weights
     q_mask = model_py.Dropout(0.4)(torch.ones_like(h))
-    v_mask = model_py.Dropout(0.4)(torch.ones(2, 2, 8, 8, dtype=torch.float64)).transpose(1, 2).flatten(2)
+    own, old = (model_py.Dropout(0.4)(torch.ones(2, 2, T, 8, dtype=torch.float64)) for T in (3, 5))
+    v_mask = torch.cat((old, own), 2).transpose(1, 2).flatten(2)
     noise = torch.Generator().manual_seed(int(torch.randint(2**40, ())))  # weights: blocked_attention's own, drawn again in its backward
     bits = torch.empty(2 * 2 * 3 * 8 // 4 + 1, dtype=torch.int64).random_(-2**63, None, generator=noise).view(torch.int16)[:96]
     masks = iter((q_mask, v_mask, (bits >= round(0.4 * 2**16) - 2**15).double().view(2, 2, 3, 8) / 0.6))
@@ -2852,7 +2885,7 @@ def test_shaq_folded_gates_are_exact_under_dropout():
 def test_shaq_memory_never_exceeds_its_cap_nor_holds_a_graph(memory, mem_len, rnn):
     model, state, held, attended = tiny_shaq(memory=memory, mem_len=mem_len, mean_window=4, rnn=rnn), None, [], []
     attend = model.blocks[2].attn.attend
-    model.blocks[2].attn.attend = lambda q, m: attended.append((q.size(1), m.size(1))) or attend(q, m)
+    model.blocks[2].attn.attend = lambda q, m, **new: attended.append((q.size(1), m.size(1))) or attend(q, m, **new)
     for T in (3, 2, 1, 6, 12, 1, 4, 4, 5, 1):
         _, state = model(torch.randint(11, (2, T)), state=detach_state(state))
         held.append(sum(t.size(1) for t in tensors(detach_state(state)[2][1])))
