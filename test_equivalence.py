@@ -891,6 +891,8 @@ def test_gpt_dropout_by_many_draws_at_once_is_dropout(p, dtype):
     kept = torch.tensor(1 / (1 - p) if p < 1 else 0.0, dtype=dtype)
     assert torch.equal(y, torch.where(dropped, 0, kept)) and y.dtype == dtype
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y)
+    there = model_py.kept(x.detach().as_subclass(Elsewhere), p)  # in attention on a GPU
+    assert there.dtype == dtype and abs((there == 0).double().mean() - p) <= 5 * (p * (1 - p) / x.numel()) ** 0.5 and ((there == 0) | (there == 1)).all()
     a, b, c = (torch.manual_seed(seed) and model_py.Dropout(p)(x) for seed in (1, 1, 2))
     assert torch.equal(a, b) and torch.equal(a, c) == (p in (0.0, 1.0)) and torch.equal(model_py.Dropout(p).eval()(x), x)
 
@@ -2726,7 +2728,7 @@ def test_shaq_memory_that_is_cut_from_its_graph_gets_no_gradient_and_changes_no_
     "Its gradient is not computed, with about half of the backward pass; in a graph it is"
     attn, results = memory_attention(n_head=2, mem_len=9, dropout=dropout).train(), []
     with unittest.mock.patch.object(model_py, "attention", side_effect=attention) as asked, \
-            unittest.mock.patch.object(model_py, "drops", lambda x, *a, **b: torch.arange(x.size(-1)).expand(x.shape) % 3 == 0):
+            unittest.mock.patch.object(model_py, "kept", lambda x, *a: (torch.arange(x.size(-1)) % 3 > 0).to(x.dtype).repeat(*x.shape[:-1], 1)):
         for cut in (True, False):
             torch.manual_seed(2)
             h, m, memory = (torch.randn(2, n, 16, dtype=torch.float64, requires_grad=True) for n in (T, T, 8))
