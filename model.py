@@ -187,13 +187,12 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
     as far off at scores of standard deviation 1, 7 times at 9."""
     k, v = (k, v) if keys is None else (keys, values)
     out, Ps = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), []
-    out = out.zero_() if q.device.type == "mps" else out  # there beta=0 keeps NaN (pytorch/pytorch, issue 194442)
     for i, e in query_blocks(q, k):
         n, P = causal_weights(q, k, i, e, dropout, seed)                                 # P: (N, e - i, n)
         Ps += [P] if keep else []
         W = P.relu() if dropout else P
         W = W if q_r is None else torch.bmm(q_r[:, i:e], v[:, :n].mT).mul_(W)
-        out[:, i:e].baddbmm_(W, (v if q_r is None else k_r)[:, :n], beta=0, alpha=1 / (1 - dropout))
+        torch.mul(torch.bmm(W, (v if q_r is None else k_r)[:, :n]), 1 / (1 - dropout), out=out[:, i:e])
     return out, Ps
 
 
@@ -202,7 +201,7 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
                                k_r: torch.Tensor | None, keys: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None,
                                dropout: float, Ps: list[torch.Tensor]) -> list[torch.Tensor]:
     "g (N, T, width of out), out's gradient -> those of q, k, v, and of q_r, k_r if given"
-    new = torch.empty_like if q.device.type != "mps" else torch.zeros_like
+    new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # there beta=0 keeps NaN (pytorch/pytorch, issue 194442)
     own = k.size(1)
     k, v = (k, v) if keys is None else (keys, values)
     past = (k.size(1) - own) // 8 * 8  # rows before get no gradient; up to 7 get one in vain, for products of whole 16 bytes, see above
