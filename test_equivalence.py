@@ -2725,7 +2725,7 @@ def test_shaq_attention_over_memory_is_a_masked_loop(n_head, gates):
 
 @pytest.mark.parametrize("T, dropout", [(1, 0.0), (4, 0.0), (4, 0.4)])
 def test_shaq_memory_that_is_cut_from_its_graph_gets_no_gradient_and_changes_no_other(T, dropout):
-    "Its gradient is not computed, with about half of the backward pass; in a graph it is"
+    "Its gradient is not computed, two of the backward pass's four products but for the window; in a graph it is"
     attn, results = memory_attention(n_head=2, mem_len=9, dropout=dropout).train(), []
     with unittest.mock.patch.object(model_py, "attention", side_effect=attention) as asked, \
             unittest.mock.patch.object(model_py, "kept", lambda x, *a: (torch.arange(x.size(-1)) % 3 > 0).to(x.dtype).repeat(*x.shape[:-1], 1)):
