@@ -229,7 +229,9 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
         dscores = torch._softmax_backward_data(dP, P, -1, P.dtype)  # P * (dP - sum over keys of P * dP), in one pass
         dq[:, i:e].baddbmm_(dscores, k[:, :n], beta=0, alpha=scale * q.size(-1) ** -0.5)
         dk[:, :n - past].baddbmm_(dscores[:, :, past:].mT, q[:, i:e], beta=beta, alpha=scale * q.size(-1) ** -0.5)
-    return [dq, dk[:, dk.size(1) - own:].contiguous(), dv[:, dv.size(1) - own:].contiguous()] + ([] if q_r is None else [dq_r, dk_r])
+    if keys is not None:
+        dk, dv = (t[:, t.size(1) - own:].contiguous() for t in (dk, dv))
+    return [dq, dk, dv] + ([] if q_r is None else [dq_r, dk_r])
 
 
 @blocked_attention.register_fake
@@ -241,7 +243,8 @@ def _(q, k, q_r, v, k_r, keys, values, seed, dropout, keep):
 
 @blocked_attention_backward.register_fake
 def _(g, q, k, q_r, v, k_r, keys, values, seed, dropout, Ps):
-    return [torch.empty_like(t) for t in (q, k, v, q_r, k_r) if t is not None]
+    dk, dv = (torch.empty_like(t) if keys is None else t.new_empty(t.shape) for t in (k, v))
+    return [torch.empty_like(q), dk, dv] + ([] if q_r is None else [torch.empty_like(q_r), torch.empty_like(k_r)])
 
 
 def save_attention(ctx, inputs, output):
@@ -275,7 +278,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
             and q.size(2) <= k.size(2) == v.size(2)
             and (mask is None or mask.is_floating_point() and (q.size(2), *mask.shape) == (1, 1, k.size(2)))
             and (q_r is None) == (k_r is None) and (q_r is None or (q_r.shape, k_r.shape, v.shape) == (q.shape, k.shape, k.shape))
-            and (new is None or q_r is mask is None and new[0].size(2) == new[1].size(2) <= k.size(2)
+            and (new is None or q_r is mask is None and q.size(2) <= new[0].size(2) == new[1].size(2) <= k.size(2)
                  and all((*a.shape[:2], *a.shape[3:]) == (*b.shape[:2], *b.shape[3:]) for a, b in zip(new, (k, v)))))
     if not fits:
         given = dict(q=q, k=k, v=v, q_r=q_r, k_r=k_r, mask=mask) | dict(zip(("k'", "v'"), new or ()))
@@ -283,7 +286,8 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
                          "k, v like k; a mask goes with one query, (1, S) of floats; new without these, as k and v but for S; got "
                          + ", ".join(f"{n} {tuple(t.shape)}" for n, t in given.items() if t is not None))
     T, S = q.size(2), k.size(2)
-    _check_meta("attention", *(t for t in (q, k, v, q_r, k_r) if t is not None))
+    _check_meta("attention", *(t for t in (q, k, v, q_r, k_r, *(new or ())) if t is not None))
+    new = new if torch.is_grad_enabled() else None
     # One of three ways:
     # 1. Blocks of query rows: on a CPU for training, over a memory (T < S), and where no flash kernel serves (heads above 256, the outer
     #    form) and q k^T is larger than v. A kernel of our own would not help there: output rows 768 or 1,536 wide [2] do not fit in
@@ -291,7 +295,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     #    measured; FlashAttention's author advises the same: Dao-AILab/flash-attention, issues 801, 805).
     # 2. PyTorch's fused operator, for heads up to 256; on a CPU of any width, but only without gradients: forward it takes 0.8 to 1.0 of the
     #    time of blocks in fp32, 0.3 to 0.6 in bf16; with the backward pass in bf16 1.5 to 1.7 times theirs at T = 256, 0.9 at 1024.
-    # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where a block takes 13 and 17.
+    # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, where a block with dropout takes 13 and 18.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
     if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
         flash = flash and q.size(-1) == v.size(-1)
@@ -501,7 +505,11 @@ class HeadLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         dx, dw = ctx.saved_tensors
-        if g.device.type != "cpu" or torch.compiler.is_compiling() or g.item() != 1:  # 1 is usual, and spares a pass over all of dw
+        one = False
+        if g.device.type == "cpu" and not torch.compiler.is_compiling():
+            with contextlib.suppress(RuntimeError):  # a fake tensor's, or under vmap
+                one = g.item() == 1  # as is usual; it spares a pass over all of dw
+        if not one:
             dx, dw = dx.to(dw.dtype) * g, dw * g
         return dx.to(ctx.dtypes[0]), dw.to(ctx.dtypes[1]), None, None
 
@@ -955,7 +963,7 @@ class MemoryAttention(nn.Module):
         p = self.drop.p if self.training else 0.0
         if new:
             new += [self.drop(new[0])]
-            v = torch.cat((self.drop(k[:, :, :-q.size(2)].detach()), new[1].detach()), 2) if p else k
+            v = torch.cat((self.drop(k[:, :, :k.size(2) - q.size(2)].detach()), new[1].detach()), 2) if p else k
             y = attention(q, k, v, dropout=p, new=new)
         else:
             y = attention(q, k, self.drop(k), dropout=p, mask=mask)
@@ -989,9 +997,10 @@ class MemoryAttention(nn.Module):
             # does not depend on where a stream was cut into windows; beyond it, a window's early queries see fewer.
             new = None
             if memory is not None:
+                past = last(memory, self.mem_len - m.size(1)).to(m.dtype)
                 # A memory that is cut from its graph needs no gradient: attention's backward pass takes 0.63 to 0.82 of the time on a CPU
-                new = m if torch.is_grad_enabled() and not memory.requires_grad else None
-                m = torch.cat([last(memory, self.mem_len - m.size(1)).to(m.dtype), m], dim=1)   # (B, M + T, d)
+                new = m if past.size(1) and not memory.requires_grad else None
+                m = torch.cat([past, m], dim=1)                                                 # (B, M + T, d)
             x, memory = self.attend(q, m, new=new), last(m, self.mem_len)
         return (x * self.value_gate() if self.config.gates else x), memory
 

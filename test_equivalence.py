@@ -892,7 +892,8 @@ def test_gpt_dropout_by_many_draws_at_once_is_dropout(p, dtype):
     assert torch.equal(y, torch.where(dropped, 0, kept)) and y.dtype == dtype
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y)
     there = model_py.kept(x.detach().as_subclass(Elsewhere), p)  # in attention on a GPU
-    assert there.dtype == dtype and abs((there == 0).double().mean() - p) <= 5 * (p * (1 - p) / x.numel()) ** 0.5 and ((there == 0) | (there == 1)).all()
+    assert abs((there == 0).double().mean() - p) <= 5 * (p * (1 - p) / x.numel()) ** 0.5
+    assert there.dtype == dtype and ((there == 0) | (there == 1)).all()
     a, b, c = (torch.manual_seed(seed) and model_py.Dropout(p)(x) for seed in (1, 1, 2))
     assert torch.equal(a, b) and torch.equal(a, c) == (p in (0.0, 1.0)) and torch.equal(model_py.Dropout(p).eval()(x), x)
 
@@ -1056,6 +1057,10 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
     for a, b, c in zip(*(torch.autograd.grad(out, list(leaf.values()), dy, retain_graph=True) for out in (y, z, stored))):
         assert error(a, b) < 1e-12 and error(a, c) < 1e-12
     new = None if outer else [t.detach()[:, past:].requires_grad_() for t in (k, v)]  # k and v before these are a memory, without gradients
+    dense = randn(1, 9, 2, 4).transpose(1, 2).flatten(0, 1)  # its gradient's strides are its own, also to the compiler
+    for own, memory in ((dense, (None, None)), (dense[:, 4:], (dense, dense))):
+        torch.library.opcheck(model_py.blocked_attention_backward, (randn(2, 3, 4), dense[:, :3], own, None, own, None, *memory, None, 0.0, []),
+                              test_utils="test_faketensor")
     for keep in (False, True):
         torch.library.opcheck(blocked_attention, (q, k, r, v, u, None, None, None, 0.0, keep))  # among others, that torch.compile may take it
         if new:
@@ -1116,7 +1121,7 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
                   (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q), (q, q, q, q), (q, q, q, None, q),
                   (q, q[..., :4], q), (q, q, q[..., :4], q, q), (q[:, :, :1], q, q, None, None, 0.0, torch.zeros(1, 2)),
                   (q[:, :, :1], q, q, None, None, 0.0, torch.ones(1, 3, dtype=torch.bool)),  # True was added to the scores, as 1
-                  *((q, q, q, *more, 0.0, None, new) for more, new in (((None, None), (long, long)), ((None, None), (q, q[:, :, :2])),
+                  *((q, q, q, *more, 0.0, None, new) for more, new in (((None, None), (long, long)), ((None, None), (q[:, :, :2], q[:, :, :2])), ((None, None), (q, q[:, :, :2])),
                                                                        ((None, None), (q[..., :4], q)), ((q, q), (q, q))))):
         refuses(lambda: attention(*wrong), "expected q (B, h, T, w)", "got q (2, 4, ")
     refuses(lambda: attention(q, q, q, dropout=1.0), "dropout=1.0", "below 1")  # blocks divide by 1 - dropout
@@ -1351,6 +1356,9 @@ def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
         loss, exact = model_py.HeadLoss.apply(x, w, y, True), F.cross_entropy(x.double() @ w.double().T, y)  # logits 10,008 and 10,000
         assert error(loss.detach(), exact.detach()) < 3e-4  # a loss of 3e-4: 1 less 3e-4 is rounded, not 10,008 less 3e-4
         assert error(*(torch.autograd.grad(v, x)[0].double() for v in (loss, exact))) < 3e-4
+    loss = model_py.HeadLoss.apply(x := randn(4, 6, grad=True), randn(7, 6), torch.arange(4), True)
+    several = torch.autograd.grad(loss, x, torch.ones(2).double(), is_grads_batched=True, retain_graph=True)[0]
+    assert error(several[1], torch.autograd.grad(loss, x)[0]) < 1e-12  # under vmap g has no number
     for rows in (0, 10):  # none, or none that counts: nan, and gradients that leave others' as they are
         x, w, y = randn(rows, 6, grad=True), randn(7, 6, grad=True), torch.full((rows,), -100)
         loss = model_py.HeadLoss.apply(x, w, y, True)
@@ -2738,9 +2746,13 @@ def test_shaq_memory_that_is_cut_from_its_graph_gets_no_gradient_and_changes_no_
             results.append((y, after, *torch.autograd.grad(y.square().sum(), [h, m, *attn.parameters()], retain_graph=True)))
             dropped = torch.autograd.grad(y.sum(), memory, allow_unused=True)[0]
             assert dropped is None if cut else dropped.any()
-        with torch.no_grad():
-            attn(h, m, memory.detach())
-            assert asked.call_args.kwargs.get("new") is None  # all ways of attention() are open
+            if cut and T > 1:
+                torch.manual_seed(2)
+                [torch.randn(2, n, 16, dtype=torch.float64) for n in (T, T, 8)]
+                with torch.no_grad():  # the same masks, as for a forward pass that is run again
+                    assert error(attn(h, m, memory.detach())[0], y.detach()) < 1e-12
+        attn(h, m, memory[:, :0].detach())
+        assert asked.call_args.kwargs.get("new") is None  # nothing to spare: all ways of attention() are open
     for a, b in zip(*results):
         assert error(a, b) < 1e-12
 
