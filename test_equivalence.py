@@ -2183,9 +2183,9 @@ def test_train_processes_that_differ_end_before_an_earlier_run_is_touched(train,
 
 def test_train_dtype_is_that_of_training_and_evaluation_and_stays(train, train_shaq_here):
     for run, kind in ((train, "gpt"), (train_shaq_here, "shaq")):
-        high, low = (losses(ended(run("--max_steps=1", f"--dtype={dtype}", out=kind + dtype))[3]) for dtype in ("float32", "bfloat16"))
-        assert all(a[0] != b[0] for a, b in zip(low, high))  # the same weights, batch and dropout
-        log = ended(run("--resume", "--max_steps=2", out=kind + "bfloat16"))[3]
+        high, low = (losses(ended(run("--max_steps=3", f"--dtype={dtype}", out=kind + dtype))[3]) for dtype in ("float32", "bfloat16"))
+        assert all(a != b for a, b in zip(low, high))  # the same weights, batch and dropout; one loss of three may be the same by chance
+        log = ended(run("--resume", "--max_steps=4", out=kind + "bfloat16"))[3]
         assert ["bfloat16, as set" in r["machine"] for r in log if "machine" in r] == [True] * 2
 
 
