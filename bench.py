@@ -32,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -483,7 +483,7 @@ class Trainer:
             times.append(time.perf_counter() - t0)
             if i + 1 in marks or not math.isfinite(losses[-1]):
                 val = self.validate() if math.isfinite(losses[-1]) else math.inf
-                curve.append([i + 1, sum(losses) / len(losses), val if math.isfinite(val) else math.inf,
+                curve.append([i + 1, sum(losses) / len(losses), val if val < 700 else math.inf,  # as the scripts: exp() ends there
                               (i + 1) * self.step_tokens * self.flops, sum(times)])
                 losses = []
             if curve[-1][2] == math.inf:
@@ -554,11 +554,12 @@ def paper_quality(kind, t):
 def bench_compare(args):
     """Variants on the same data in the same order, from the same initial values of the weights they share, with k seeds.
     The first is the baseline: each other's loss minus its loss, seed by seed, is averaged, and its standard error is that over seeds.
-    --equal=flops and --equal=time give each variant as many steps as the baseline's FLOPs or seconds allow; schedules are stretched."""
+    --equal=flops and --equal=time give each variant as many steps as the baseline's FLOPs or seconds allow; the cosine is
+    stretched, a warm-up that is set is not."""
     m, kind = start(args), args.model
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
     if kind == "gpt":
-        small = "n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,lr=4e-3,min_lr=2e-4,max_steps=100,warmup_steps=10"
+        small = "n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,lr=4e-3,max_steps=100,warmup_steps=10"
         large = "size=nano,max_steps=1000"
     else:
         small = "n_embd=64,bptt=64,max_steps=100,warmup_steps=10"
@@ -668,14 +669,14 @@ def both(f, weights, n):
 
 def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
     """Time forward and forward + backward, print both. layers: {name: (function, its weights, rings of its inputs, rings of the gradients
-    of its outputs, elements that must move in (forward, both) or None)}; copy: rings to copy from and to; times: {name: what its time is
+    of its outputs, elements that must move in (forward, both) or None)}; copy: a ring of tensors to copy; times: {name: what its time is
     multiplied by}"""
     forward = {k: in_turn(torch.no_grad()(f), *x) for k, (f, _, x, _, _) in layers.items()}
     training = {k: in_turn(both(f, w, len(x)), *x, *dy) for k, (f, w, x, dy, _) in layers.items()}
     floors = {k: floor for k, (*_, floor) in layers.items() if floor}
     if copy:
-        forward = dict(copy=in_turn(lambda x, y: y.copy_(x), *copy)) | forward
-        floors["copy"] = (2 * copy[0][0].numel(),)
+        forward = dict(copy=in_turn(torch.clone, copy)) | forward  # its results lie where the layers' do
+        floors["copy"] = (2 * copy[0].numel(),)
 
     def measure(work):
         turn = dict.fromkeys(work, 1)
@@ -703,7 +704,7 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
                 found["share_of_copy_backward"] = share(floor[1] - floor[0], took - median[0][name])
             row += [spread(t[i][name]), *found.values(), median[i][compare_with] / took]
             if name == "copy":
-                row[0] = f"copy, {2 * copy[0][0].nbytes / took / 1e9:,.0f} GB/s"
+                row[0] = f"copy, {2 * copy[0].nbytes / took / 1e9:,.0f} GB/s"
             record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), **found, **fields)
         rows.append(row)
     rate, speedup = "share of a copy's rate {:.2f}", f"times as fast as {compare_with} {{:.2f}}"
@@ -729,7 +730,7 @@ def affine_rows(args, m, d):
     N = args.rows * d  # forward: x read, y written; backward: x and dy read, dx written
     shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
            dict(op="affine", d=d, rows=args.rows, n_head=h),
-           {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()}, "dense", copy=(x, y))
+           {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()}, "dense", copy=x)
     if hadamard_norm_is_fused(d, h, h > 1):
         compiled = args.gpu and kernels.triton is not None  # as train's steps are: sum and norm are one kernel then
         if compiled:
@@ -751,7 +752,7 @@ def affine_rows(args, m, d):
         title = f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}"
         shares(args, m, title + ", compiled but for hadamard_affine_norm" * compiled,
                dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
-               {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=(x, y))
+               {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=x)
 
 
 def pool_loop(gates):
@@ -789,7 +790,7 @@ def pool_rows(args, m, B, T, H):
         except Exception as e:  # not there, or not for this Triton, which shows in many ways
             warn(f"note: no row for fla's fused_recurrent_hgrn ({e}): pip install fla-core brings it")
     shares(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
-           dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=(x, dh), times={loop: T / short})
+           dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=x, times={loop: T / short})
 
 
 def attention_rows(args, m, B, T, d):
@@ -1188,7 +1189,7 @@ def bench_train(args):
         papers = {}
         if kind == "shaq":  # tokens/s of the paper's model, at any width
             papers = {n: 90e6 / (ABLATIONS[n][0] * 3600) for n, t in trainers.items() if ABLATIONS[n][0] and paper_quality("shaq", t)}
-        elif all((t.model.config.n_layer, t.model.config.n_embd) == (12, 768) for t in trainers.values()):
+        elif all(replace(t.model.config, attn="mha") == GPTConfig(**SIZES[t.s["size"]] | dict(attn="mha")) for t in trainers.values()):
             papers = dict(gpt2_book=1, dva_book=1 / (1 - 0.376))  # 15 min 47 s -> 9 min 51 s
         for name, s in timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0).items():
             t, tokens = trainers[name], np.mean(trainers[name].tokens[-args.rounds:])
@@ -1481,7 +1482,8 @@ def style(i):
 def records(folder, what, run_at):
     "Records of one command, of its last run or of the run that began at run_at; [] if there are none"
     rows = []
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, f"{what}.jsonl"), encoding="utf-8") as f:
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, f"{what}.jsonl"), encoding="utf-8",
+                                                         errors="replace") as f:
         for i, line in enumerate(f, 1):
             try:
                 row = json.loads(line)
@@ -1493,7 +1495,7 @@ def records(folder, what, run_at):
         if row.get("val_loss", 0) is None:  # that run diverged
             row["val_loss"] = math.inf
     run_at = run_at or (rows[-1]["run"] if rows else None)
-    return [r for r in rows if r["run"] == run_at]
+    return [r for r in rows if run_at in (r["run"], r["run"].partition(", process")[0])]
 
 
 @command(lambda gpu: (
@@ -1579,7 +1581,7 @@ def plot_compare(plt, rows):
     whole = {s for s in base if sum(r["seed"] == s for r in rows) == len({r["index"] for r in rows})}
     rows = sorted((r for r in rows if r["seed"] in (whole or base)), key=lambda r: r["seed"])  # the rest is of a seed that was interrupted
     if not rows:
-        die("these records hold no run of the baseline yet: let compare finish a seed")
+        return warn("note: compare's last run holds none of the baseline yet, so there is no figure of it; --run names an earlier one")
     variants = {r["index"]: r["variant"] or "default" for r in rows}
     fig, axes = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
     for i, name in sorted(variants.items()):
@@ -1657,7 +1659,7 @@ def plot_heatmap(plt, rows):
                 image = ax.imshow(grid, cmap="PuOr", vmin=-limit, vmax=limit, origin="lower", aspect="auto")
                 ax.grid(False)
                 for (y, x), v in np.ndenumerate(grid):
-                    ax.text(x, y, f"{v:+.1f}", ha="center", va="center", color="white" if abs(v) > 0.6 * limit else "black")
+                    ax.text(x, y, "" if np.isnan(v) else f"{v:+.1f}", ha="center", va="center", color="white" if abs(v) > 0.6 * limit else "black")
                 ax.set(xlabel="sequence length, tokens", ylabel="batch, sequences", title=f"{out}, {title}", xticks=range(len(lengths)),
                        xticklabels=lengths, yticks=range(len(batches)), yticklabels=batches)
             fig.colorbar(image, ax=axes, label="gain in throughput over dense, %")

@@ -24,6 +24,7 @@ import codecs
 import contextlib
 import dataclasses
 import difflib
+import email.utils
 import errno
 import functools
 import hashlib
@@ -617,15 +618,19 @@ def read(path, utf8=False):
     return raw
 
 
-def download(url, part, resume=True):
-    """Fetch url into the file part, going on where an earlier attempt stopped if the server can, else afresh."""
+def download(url, path, resume=True):
+    """Fetch url -> the file that holds it, beside path, going on where an earlier attempt stopped if the server can, else afresh. Each url
+    has one of its own: half of one mirror's file and half of another's, or of an older one, could pass unnoticed."""
+    part = f"{path}.{hashlib.sha256(url.encode()).hexdigest()[:8]}.part"
     furthest = os.path.getsize(part) if resume and os.path.exists(part) else 0
-    what = re.sub(r"(\.[0-9a-f]{8})?\.part$", "", os.path.basename(part))
+    what = os.path.basename(path)
     remedy = "give a mirror with --url or a local copy with --from_file"
     with open(part, "ab" if resume else "wb") as f:
         while True:
             have = start = f.seek(0, os.SEEK_END)
-            headers = {"User-Agent": "prepare_data.py"} | ({"Range": f"bytes={have}-"} if have else {})
+            headers = {"User-Agent": "prepare_data.py"}
+            if have:
+                headers |= {"Range": f"bytes={have}-", "If-Unmodified-Since": email.utils.formatdate(os.path.getmtime(part), usegmt=True)}
             try:
                 with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as reply:
                     if have and reply.status != 206:
@@ -643,10 +648,10 @@ def download(url, part, resume=True):
                 if total in (None, have):
                     f.flush()
                     os.fsync(f.fileno())
-                    return
+                    return part
                 problem = f"the transfer stopped at {have:,} of {total:,} bytes"
             except urllib.error.HTTPError as e:
-                if e.code == 416 and have:  # nothing beyond what we have, of unknown origin: start afresh
+                if e.code in (412, 416) and have:  # another file by now, or nothing beyond what we have: start afresh
                     f.truncate(0)
                     continue
                 problem = f"{e.code} {e.reason}"
@@ -659,20 +664,30 @@ def download(url, part, resume=True):
                 if not have:
                     f.close()  # Windows removes no file that is open
                     os.remove(part)
-                die(f"cannot download {url} ({problem}); {'type the same command to resume, or ' * bool(have)}{remedy}")
+                die(f"cannot download {url} ({problem}); {'type the same command to resume, or ' * bool(have and resume)}{remedy}")
             furthest = have
+
+
+def keep(used, path):
+    "The verified download becomes path; what other mirrors left of it goes"
+    os.replace(used, path)
+    for part in pathlib.Path(os.path.dirname(path)).glob(f"{os.path.basename(path)}.*.part"):
+        part.unlink()
+
+
+def source_of(folder):
+    "What the folder's meta.json says that its data was made of; nothing if it is not there"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return json.loads(pathlib.Path(folder, "meta.json").read_bytes())["source"]
+    return ""
 
 
 def fetch(name, folder, url):
     """-> (bytes, their SHA-256) of a data set that is one file, verified; an earlier download is used again."""
     source = DATASETS[name]
     path = used = os.path.join(folder, os.path.basename(source.url))  # the same name whatever a mirror or a copy calls it
-    before = ""  # where the file that is there came from
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        before = json.loads(pathlib.Path(folder, "meta.json").read_bytes())["source"]
-    if url.startswith("file:") or source.revised and url != before or not os.path.exists(path):
-        used = path + ".part"
-        download(url, used, resume=not source.revised)  # half of one edition and half of another would pass unnoticed
+    if url.startswith("file:") or source.revised and url != source_of(folder) or not os.path.exists(path):
+        used = download(url, path, resume=not source.revised)
     raw = pathlib.Path(used).read_bytes()
     if zipfile.is_zipfile(used):
         try:
@@ -691,7 +706,9 @@ def fetch(name, folder, url):
             die(f"{url} is not {name} ({problem}); " + (
                 "name another file" if url.startswith("file:") else f"removed {used}: download it again or name another file"))
         warn(f"note: {url} is not the edition that our figures are for ({problem})")
-    os.replace(used, path)
+    if used != path and source.revised:
+        pathlib.Path(folder, "meta.json").unlink(missing_ok=True)  # it names the edition that goes now
+    keep(used, path)
     return raw, hashlib.sha256(raw).hexdigest()
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -747,14 +764,12 @@ def prepare_fineweb(folder, name, url, shards):
     vocab = VOCAB_SIZE["gpt2"]
     lengths = np.array([len(gpt2().decode_single_token_bytes(i)) for i in range(vocab - 1)] + [0])  # <|endoftext|>: 0
     files = {"train": [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)], "val": ["fineweb_val_000000.bin"]}
-    tokens, size, sha256 = dict.fromkeys(files, 0), dict.fromkeys(files, 0), {}
+    tokens, size, sha256, kept, before = dict.fromkeys(files, 0), dict.fromkeys(files, 0), {}, False, source_of(folder)
     for split, names in files.items():
         for shard in names:
             path = used = os.path.join(folder, shard)
             if url.startswith("file:") or not os.path.exists(path):
-                # not to be resumed from another mirror: half of one shard and half of another would pass unnoticed
-                used = f"{path}.{hashlib.sha256(url.encode()).hexdigest()[:8]}.part"
-                download(f"{url}/{shard}", used)
+                used = download(f"{url}/{shard}", path)
             t, failed = None, 0
             try:
                 t = Tokens([used], vocab, "the same command again (the file was removed)")
@@ -770,11 +785,11 @@ def prepare_fineweb(folder, name, url, shards):
             del t  # Windows renames no file that is mapped
             if used != path and os.path.exists(path):
                 pathlib.Path(folder, "meta.json").unlink(missing_ok=True)  # never beside .bin files that it does not describe
-            os.replace(used, path)
-            for part in pathlib.Path(folder).glob(f"{shard}.*.part"):  # of another mirror
-                part.unlink()
+            keep(used, path)
+            kept |= used == path
     write_meta(folder, name=name, tokenizer="gpt2", vocab_size=vocab, files=files, tokens=tokens, bytes=size,
-               source=url, sha256=sha256, split=f"{shards} + 1 shards, verified without a checksum (none is known)")
+               source=" and ".join(dict.fromkeys([*(before.split(" and ") if kept and before else ()), url])), sha256=sha256,
+               split=f"{shards} + 1 shards, verified without a checksum (none is known)")
 
 
 def main(argv=None):
