@@ -1659,7 +1659,8 @@ def plot_heatmap(plt, rows):
                 image = ax.imshow(grid, cmap="PuOr", vmin=-limit, vmax=limit, origin="lower", aspect="auto")
                 ax.grid(False)
                 for (y, x), v in np.ndenumerate(grid):
-                    ax.text(x, y, "" if np.isnan(v) else f"{v:+.1f}", ha="center", va="center", color="white" if abs(v) > 0.6 * limit else "black")
+                    ax.text(x, y, "" if np.isnan(v) else f"{v:+.1f}", ha="center", va="center",
+                            color="white" if abs(v) > 0.6 * limit else "black")
                 ax.set(xlabel="sequence length, tokens", ylabel="batch, sequences", title=f"{out}, {title}", xticks=range(len(lengths)),
                        xticklabels=lengths, yticks=range(len(batches)), yticklabels=batches)
             fig.colorbar(image, ax=axes, label="gain in throughput over dense, %")
