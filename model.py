@@ -18,6 +18,7 @@ To import it needs torch and kernels.py beside it, nothing else; to run it, prep
 import contextlib
 import copy
 import ctypes
+import gc
 import json
 import math
 import os
@@ -366,7 +367,7 @@ class Attention(nn.Module):
 
     def forward(self, x, table=None, cache=None, at=None, mask=None, residual=None, norm=None):
         """x (B, T, d) -> (B, T, d); with residual and norm: residual + that, and its norm, in one pass. table: rope's cos and sin. cache: k
-        (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's places in it, a slice, or with mask (1, length) an int64 (1,)."""
+        (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's places in it, (start, stop), or with mask (1, length) an int64 (1,)."""
         B, T, d = x.shape
         qkv = self.c_attn(x)                                                             # (B, T, 3d or 5d)
         # Split before there are heads: after, torch.compile (2.11 to 2.13) failed for a GPU, on the gradient of heads wider than 256
@@ -379,8 +380,8 @@ class Attention(nn.Module):
         v = v.flatten(3)                                                                 # V or [V, K_R], a view for one head
         if cache is not None:  # keys and values of all tokens so far
             for seen, new in zip(cache, (k, v)):
-                seen[:, :, at] = new.to(seen.dtype)
-            k, v = ((seen if mask is not None else seen[:, :, :at.stop]).to(q.dtype) for seen in cache)
+                seen[:, :, at if mask is not None else slice(*at)] = new.to(seen.dtype)
+            k, v = ((seen if mask is not None else seen[:, :, :at[1]]).to(q.dtype) for seen in cache)
         p = self.resid_dropout.p if self.training else 0.0
         if self.attn == "dva_outer":
             v, k_r = v.chunk(2, -1)
@@ -583,9 +584,15 @@ def captured(work, device, keep=()):
         with torch.cuda.stream(side):
             work()
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):  # records, runs nothing
-            work()
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.collect()  # a graph or a Triton kernel in a cycle that died while this records would end that (pytorch/pytorch, issue 161037)
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, stream=side):  # records, runs nothing
+                work()
+        finally:
+            if collects:
+                gc.enable()
         for t, b in zip(keep, before):
             t.copy_(b)
     return graph.replay
@@ -659,11 +666,11 @@ class GPT(nn.Module):
         an int64 tensor (1,), which makes every step of generation the same work on tensors of the same shapes."""
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
-        T, at, mask = idx.size(1), pos, None
+        T, at, mask, places = idx.size(1), pos, None, pos
         if isinstance(pos, torch.Tensor):
             mask = up_to(pos, cache[0][0].size(2), product_dtype(self.wte.weight))       # (1, positions)
         else:
-            at = slice(pos, pos + T)
+            at, places = slice(pos, pos + T), (pos, pos + T)  # for blocks, which torch 2.11 would compile anew for every slice
             if pos + T > self.config.block_size:
                 raise ValueError(f"{pos + T} tokens, but block_size is {self.config.block_size}: crop idx, as generate() does")
         x = self.wte(idx)                                                                # (B, T, d)
@@ -672,7 +679,7 @@ class GPT(nn.Module):
         table = (self.cos[at], self.sin[at]) if self.config.pos == "rope" else None
         x = self.drop(x)
         for i, block in enumerate(self.h):
-            x = block(x, table, cache[i] if cache is not None else None, at, mask)
+            x = block(x, table, cache[i] if cache is not None else None, places, mask)
         return self.ln_f(x)
 
     def forward(self, idx, targets=None, cache=None, pos=0):
@@ -1102,7 +1109,9 @@ class SHAQBlock(nn.Module):
         wide = h.is_cuda or h.device.type == "cpu" and not BF16_LSTM
         with torch.autocast(h.device.type, enabled=False) if wide else contextlib.nullcontext():
             x, state = self.rnn(h.to(dtype) if wide else h, state)
-        return x, tuple(s[0] for s in state)
+        # In memory x is (T, B, d). Both norms that follow would copy it, and torch 2.13's compiled dropout may draw in another order than it
+        # reads (pytorch/pytorch, issue 198333)
+        return x.contiguous(), tuple(s[0] for s in state)
 
     def forward(self, h, state=None):
         """h (B, T, d), state (recurrent state, memory) or None -> h (B, T, d), state."""
@@ -1202,6 +1211,7 @@ class SHAQ(nn.Module):
                     n = min([n] + [self.config.mean_window - 1 - m[2].size(1) for _, m in state if m is not None])
                 if n:
                     rings = self.rings(state, n)
+                    one = None  # the last window's graph goes first: it takes its stream's cuBLAS workspace along (torch 2.12 on)
                     one = captured(step, idx.device, [new, *tensors(rings)])
                     for _ in range(n):
                         u.copy_(uniform[len(out) - 1])

@@ -115,6 +115,8 @@ def build(s, c, data, m):
     with one_line():
         model = GPT(GPTConfig(**c)).to(m.device)
     s.setdefault("max_steps", -(-20 * model.num_params() // s["batch_tokens"]))
+    if m.device.type == "cuda" and 16 * model.config.dropout % 1:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # up to torch 2.11 its attention rounds dropout to sixteenths (pytorch/pytorch, 174245)
     return model, torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"],
                                     fused=m.device.type != "mps")
 
