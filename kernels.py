@@ -210,7 +210,9 @@ def _affine_grads(u, g, weight, of_u, w):
     if u.dtype != g.dtype:  # a residual's gradient may be of any dtype
         u, g = (t.to(torch.promote_types(u.dtype, g.dtype)) for t in (u, g))
         weight, w = weight.to(torch.promote_types(u.dtype, weight.dtype)), torch.empty_like(u)
-    if u.dtype == weight.dtype:  # ones @ g is g.sum(0), up to 2.5 times faster on one thread; out= keeps it in fp32 under autocast
+    # ones @ g is g.sum(0), up to 2.5 times faster on one thread; out= keeps it in fp32 under autocast. On a GPU it may be in TF32, as on a
+    # CPU where torch.set_float32_matmul_precision("medium") wants products in bf16
+    if u.dtype == weight.dtype and not u.is_cuda:
         ones, sums = u.new_ones(1, len(u)), u.new_empty(2, 1, u.shape[1])
         torch.mm(ones, torch.mul(u, g, out=w), out=sums[0])
         torch.mm(ones, g, out=sums[1])
@@ -822,24 +824,26 @@ def _(x, dy, alpha, scale, n_head, heads_only, kept):
 
 def _save(ctx, inputs, output):
     x, alpha, beta, pre, *ctx.how = inputs
-    ctx.save_for_backward(x, alpha, beta, pre)
+    ctx.dtypes = x.dtype, None if beta is None else beta.dtype
+    ctx.save_for_backward(x if any(ctx.needs_input_grad[1:4]) else None, alpha, pre)  # dx does not depend on x
 
 
 def _backward(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta
-    x, alpha, beta, pre = ctx.saved_tensors
-    dy = dy.to(x.dtype).contiguous()
+    x, alpha, pre = ctx.saved_tensors
+    dtype, beta_dtype = ctx.dtypes
+    dy = dy.to(dtype).contiguous()
     of_x, of_alpha, of_beta, of_pre, *_ = ctx.needs_input_grad
     dx = dalpha = dbeta = dpre = None
     if of_x and of_alpha and pre is None and not torch.is_grad_enabled():
         dx, dalpha, dbeta = _hadamard_backward(x, dy, alpha, *ctx.how, kept=False)
-        return dx, dalpha.to(alpha.dtype), dbeta.to(beta.dtype) if of_beta else None, None, None, None, None
+        return dx, dalpha.to(alpha.dtype), dbeta.to(beta_dtype) if of_beta else None, None, None, None, None
     if of_x:
         dx = _hadamard(dy, pre, None, alpha, *ctx.how)                                     # pre * scale * ((alpha * dy) H)
     if of_alpha or of_beta:
-        dalpha, dbeta = _hadamard_grads(x if pre is None else (pre * x).to(x.dtype), dy, *ctx.how)
+        dalpha, dbeta = _hadamard_grads(x if pre is None else (pre * x).to(dtype), dy, *ctx.how)
     if of_pre:
-        dpre = _hadamard_grads(dy if alpha is None else (alpha * dy).to(x.dtype), x, *ctx.how)[0].to(pre.dtype)
-    return dx, dalpha.to(alpha.dtype) if of_alpha else None, dbeta.to(beta.dtype) if of_beta else None, dpre, None, None, None
+        dpre = _hadamard_grads(dy if alpha is None else (alpha * dy).to(dtype), x, *ctx.how)[0].to(pre.dtype)
+    return dx, dalpha.to(alpha.dtype) if of_alpha else None, dbeta.to(beta_dtype) if of_beta else None, dpre, None, None, None
 
 
 def _save_grads(ctx, inputs, output):
@@ -954,13 +958,13 @@ def _(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head
 
 def _save_norm(ctx, inputs, output):
     x, _, alpha, beta, weight, shift, scale, _, rms, *how = inputs
-    ctx.how = shift is not None, scale, rms, *how
+    ctx.how, ctx.beta_dtype = (shift is not None, scale, rms, *how), beta.dtype
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, alpha, beta, weight, output[0], output[2])
+    ctx.save_for_backward(x, alpha, weight, output[0], output[2])
 
 
 def _backward_norm(ctx, dout, dnormed, dstats):
-    x, alpha, beta, weight, out, stats = ctx.saved_tensors
+    x, alpha, weight, out, stats = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     dnormed = torch.zeros_like(x) if dnormed is None else dnormed.contiguous()
     args = x, out, stats, dout, dnormed, alpha, weight, *ctx.how
@@ -968,7 +972,7 @@ def _backward_norm(ctx, dout, dnormed, dstats):
         dx, dy, dalpha, dbeta, dweight, dshift = _norm_backward_torch(*args, dstats)
     else:
         dx, dy, dalpha, dbeta, dweight, dshift = _hadamard_norm_backward(*args)
-    return (dx, dy, dalpha.to(alpha.dtype), dbeta.to(beta.dtype), dweight.to(weight.dtype), dshift if ctx.how[0] else None,
+    return (dx, dy, dalpha.to(alpha.dtype), dbeta.to(ctx.beta_dtype), dweight.to(weight.dtype), dshift if ctx.how[0] else None,
             None, None, None, None, None)
 
 
@@ -985,7 +989,9 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):
-    "Which path hadamard_affine takes on this device, in words, for a log. ValueError, as there, for an order that does not exist"
+    "Which path hadamard_affine takes on this device but for fp64, which is always PyTorch's, in words, for a log. ValueError as there"
+    if n_head < 1 or d % n_head:
+        raise ValueError(f"hadamard_path: d={d} is no multiple of n_head={n_head}")
     _check_orders(d, n_head, heads_only)
     if torch.device(device).type != "cuda":
         return "PyTorch, two small dense factors"
@@ -1011,7 +1017,8 @@ def hadamard_transform(x, scale=1.0):
     fp32. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it
     orthogonal. Unlike that package's, d = 768 is the true H_768, not a cut-off H_1024. For d = 2^k H is the package's, for 12 * 2^k
     that of its hadamard_transform_12N; its 20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Raises
-    ValueError for an order that does not exist, TypeError for another dtype, NotImplementedError under forward-mode differentiation.
+    ValueError for an order that does not exist (not on meta), TypeError for another dtype, NotImplementedError under forward-mode
+    differentiation.
     """
     _reverse_mode_only("hadamard_transform")
     return _hadamard(_as_rows("hadamard_transform", x), None, None, None, float(scale), 1, False).view(x.shape)

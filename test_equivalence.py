@@ -472,6 +472,28 @@ def test_hadamard_operators_pass_opcheck():
             torch.library.opcheck(kernels._hadamard_backward, (rows.detach(), dy.detach().to(dtype), alpha.detach(), 0.2, 2, False, kept))
 
 
+def test_hadamard_operators_keep_no_more_than_their_gradients_want():
+    "The gradient of x depends on x of no linear map: as with fixed vectors, x may be written over, and is not kept"
+    x, v, kept = randn(50, 48, grad=True), [randn(48) for _ in range(4)], []
+    for f, numbers in ((hadamard_transform, 0), (lambda h: hadamard_affine(h, *v[:2]), 48),
+                       (lambda h: hadamard_affine(h, v[0], v[1].requires_grad_()), None)):
+        h, expected = x * 1, torch.autograd.grad(f(x).sum(), x)[0]
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+            f(h)
+        assert numbers is None or sum(kept) == numbers
+        y = f(h)
+        if numbers is not None:
+            h.detach().mul_(2)
+        with torch.no_grad():
+            v[1].mul_(3)  # of beta the gradients want its dtype alone
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+    y = hadamard_affine_norm(x, v[0], beta := v[1].detach().requires_grad_(), x.detach(), v[2])[1]
+    with torch.no_grad():
+        beta.mul_(3)
+    assert torch.autograd.grad(y.sum(), beta)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
     """Bit for bit, over several blocks of rows, the last not full: output, dx and, beside it, dalpha and dbeta, from x H that the forward
@@ -587,6 +609,7 @@ def test_hadamard_triton_takes_what_it_can_hold():
                                                           if kernels.triton else ["PyTorch, as Triton is not installed"] * 2)]
     for device in ("cpu", "cuda"):  # a path was named that hadamard_affine refuses, or the answer was a TypeError
         refuses(lambda: kernels.hadamard_path(7, device), "order d=7", "are 4 and 8")
+        refuses(lambda: kernels.hadamard_path(770, device, 12), "d=770 is no multiple of n_head=12")
 
 
 @pytest.mark.parametrize("part, use", [
@@ -2222,7 +2245,7 @@ BAD_FLAGS = [
     (2, ["--attn_out=hadamar"], ["hadamar", "head_hadamard"]), (2, ["--max_steps=many"], ["many"]),
     (1, ["--n_embd=100"], ["100", "96 and 104"]), (1, ["--n_embd=33"], ["n_embd=33", "n_head=2"]),
     (1, ["--attn_out=head_hadamard", "--n_head=6", "--n_embd=96"], ["n_head", "6", "4 and 8"]),
-    (1, ["--attn=dva"], ["attn=dva", "attn_out"]), (1, ["--batch_tokens=300"], ["--batch_tokens=300", "take 256"]),
+    (1, ["--attn=dva"], ["attn=dva", "attn_out"]), (1, ["--batch_tokens=300"], ["--batch_tokens=300", "take 256\n"]),
     (1, ["--batch_tokens=288", "--micro_batch=2"], ["--batch_tokens=288", "take 256"]),
     (1, [f"--n_embd={2**24}", "--batch_tokens=300"], ["--batch_tokens=300", "take 256"]),  # said before a large model is made
     (1, ["--batch_tokens=262144"], ["the training data has", "takes 8192 windows of 32: lower --batch_tokens"]),
@@ -2274,6 +2297,13 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
         one_line(train("--resume", flag), flag.partition("=")[0].strip("-"), "checkpoint")
         assert path.read_bytes() == good
     one_line(train("--resume", "--micro_batch=3"), "take another --micro_batch or number of processes")  # --batch_tokens stays
+    ckpt = torch.load(path, weights_only=True)  # as of another device
+    for group in ckpt["optimizer"]["param_groups"]:
+        group["fused"] = False
+    torch.save(ckpt, path)
+    assert train("--resume", "--max_steps=2")[0] == 0
+    assert [g["fused"] for g in torch.load(path, weights_only=True)["optimizer"]["param_groups"]] == [True, True]
+    path.write_bytes(good)
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 3, ""))
         patch.setattr(model_py.Machine, "all", lambda self, done: done)
@@ -3011,7 +3041,7 @@ def test_shaq_generate_carries_its_state(preset):
                                             ("shaq", "mean"), ("layers2_heads2", "mean")])
 def test_shaq_generate_in_a_ring_is_position_by_position(preset, memory, mem_len):
     p = {1: 1, 9: 5, 30: 7}[mem_len]  # with memory=mean, 20 bytes close windows of 1, 5 and 7 positions
-    model = tiny_shaq(preset, memory=memory, mem_len=mem_len + (mem_len == 1), mean_window=p).eval()
+    model = tiny_shaq(preset, memory=memory, mem_len=mem_len + (mem_len == 1), mean_window=p if memory == "mean" else 1024).eval()
     prompt = torch.randint(11, (2, 5))
     out, state = model.generate(prompt, 20, temperature=0)
     with torch.no_grad():
@@ -3027,6 +3057,16 @@ def test_shaq_generate_in_a_ring_is_position_by_position(preset, memory, mem_len
     torch.testing.assert_close(first, ordinary_first, rtol=1e-4, atol=1e-5)
     assert torch.equal(model.generate(prompt, 3, top_k=0)[0], model.generate(prompt, 3)[0])
     assert torch.equal(model.generate(out[:, -1:], 3, 0, state=state)[0], model.generate(out[:, -1:], 3, 0, state=ordinary)[0])
+
+
+def test_shaq_generate_reads_a_prompt_in_the_windows_of_training():
+    "Read at once, a prompt longer than the memory would look at more than training ever does, or find its memory cut away"
+    model = tiny_shaq("shaq", attn_layers=(1, 2, 3, 4), mem_len=9, mean_window=6).eval()
+    prompt, state = torch.randint(11, (2, 27)), None
+    for window in prompt.split(6, 1):
+        state = detach_state(model(window, state=state)[1])
+    torch.testing.assert_close(model.generate(prompt, 1)[1], state)
+    assert not torch.allclose(state[3][1], model(prompt)[1][3][1], atol=1e-3)
 
 
 def test_shaq_lstm_hands_on_rows_as_they_are_read():
@@ -3497,11 +3537,13 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         torch.save(best | dict(settings=best["settings"] | laptop), tmp_path / "whole/best.pt")
         with monkeypatch.context() as patch:
             patch.setattr(train_shaq, "StopSignal", lambda: SimpleNamespace(number=15))
+            patch.setitem(globals(), "TINY_SHAQ", [flag for flag in TINY_SHAQ if "eval_interval" not in flag])
             status, said, _, (first, *log) = train_shaq_here(stage2, out="second")
         length = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2
         assert status == 130 and f"lr {8e-3 / 2:g} constant" in said and first["settings"]["epochs"] == 5
         assert "--dtype and --compile stay as on mps" in first["machine"]
         assert (first["settings"]["max_minutes"], first["settings"]["paced"]) == (0.0, False)  # not the first stage's
+        assert first["settings"]["eval_interval"] == 250 != best["settings"]["eval_interval"]  # its own default, too
         assert first["settings"]["min_lr"] == pytest.approx(8e-3 / 2 / 10) and log[0]["val_loss"] == pytest.approx(best["best"], rel=1e-5)
         assert first["settings"]["max_steps"] == math.ceil(5 * length / train_shaq.average_length(first["settings"]["seed"], 20))
         assert [r["step"] for r in log] == [0, 0]

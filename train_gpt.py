@@ -208,9 +208,10 @@ def main():
         micro = max(i for i in range(1, micro + 1) if B // m.world % i == 0)
     if extra or B % (micro * m.world):
         least = T * micro * m.world
-        other = "" if ckpt else f"{max(1, s['batch_tokens'] // least) * least}, or "  # a resumed run keeps its batch
+        other = [] if ckpt else [f"{max(1, s['batch_tokens'] // least) * least}"]  # a resumed run keeps its batch
+        other += [] if extra else [f"another {'--micro_batch or ' * (B % m.world == 0)}number of processes"]
         die(f"--batch_tokens={s['batch_tokens']} is no multiple of block_size {T} x micro_batch {micro} x {m.world} processes = {least}: "
-            f"take {other}another {'--micro_batch or ' * (B % m.world == 0)}number of processes")
+            f"take {', or '.join(other)}")
     accumulate = B // (micro * m.world)
     if len(data.val) <= T:
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: lower --block_size")
@@ -228,6 +229,8 @@ def main():
     first, evaluated = 0, None  # the next step, the last one that was evaluated
     if ckpt:
         model.load_state_dict(ckpt.pop("model"))  # 12 bytes a parameter with the optimiser's, on every process
+        for group in ckpt["optimizer"]["param_groups"]:
+            group["fused"] = m.device.type != "mps"  # as build() has it on this device, not on that of before
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first = ckpt["step"]
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation

@@ -209,7 +209,7 @@ def main():
         if typed.get("preset", stored["preset"]) != stored["preset"]:
             die(f"{stage2} is of --preset={stored['preset']}, and stage 2 goes on with its model: drop --preset={typed['preset']}")
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
-        stored = {k: v for k, v in stored.items() if k not in typed and k != "min_lr"}  # a new run: any flag may be typed
+        stored = {k: v for k, v in stored.items() if k not in {"min_lr", "eval_interval", *typed}}  # a new run: any flag may be typed
     s, c = settle(typed, stored, m)
     s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
@@ -246,6 +246,8 @@ def main():
         except RuntimeError:
             die(f"{path if resume else stage2} holds another model than these flags make: drop those that change it")
     if resume:
+        for group in ckpt["optimizer"]["param_groups"]:
+            group |= dict(fused=m.device.type != "mps") if "fused" in group else {}  # AdamW's on this device, not on that of before
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = take(ckpt.pop("state"), streams, m.device)
