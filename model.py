@@ -142,13 +142,14 @@ def kept(x, p, generator=None):
     return keep.view(x.shape).to(x.dtype)
 
 
-BLOCK_ROWS = 128  # on a GPU four times as many: fewer launches, and gradients of k and v that are added to less often
+BLOCK_ROWS = 128  # on a GPU four times as many: fewer launches, and gradients of k and v that are added to less often. On a CPU in 16 bits,
+# where each product lays k or v out anew, twice as many for wide heads: 0.6 to 0.8 of the time with matrix units, without 0.94 to 1.07
 
 
 def query_blocks(q, k):
     "[(first row, end)]. All but the last end at a multiple of 8 keys: a GPU's fast 16-bit products want rows of 16 bytes"
     T = q.size(1)
-    step = BLOCK_ROWS if q.device.type == "cpu" else 4 * BLOCK_ROWS
+    step = BLOCK_ROWS * (4 if q.device.type != "cpu" else 2 if q.element_size() == 2 and q.size(-1) > 64 else 1)
     edges = [0, *range(step - (k.size(1) - T) % 8, T, step), T]
     return list(zip(edges, edges[1:]))
 

@@ -1179,6 +1179,18 @@ def test_gpt_blocked_attention_of_fp32_is_autocasts_with_backward_inside_it_or_n
         assert torch.equal(a, b) and a.dtype == torch.float32 and error(a, true) < 0.02 and torch.equal(c, true)
 
 
+def test_gpt_blocked_attention_takes_more_rows_of_wide_heads_in_16_bits():
+    for dtype, width, T, S, blocks in ((torch.float32, 768, 300, 300, [(0, 128), (128, 256), (256, 300)]),
+                                       (torch.float16, 65, 256, 256, [(0, 256)]),
+                                       (torch.bfloat16, 64, 256, 261, [(0, 123), (123, 251), (251, 256)]),
+                                       (torch.bfloat16, 768, 600, 605, [(0, 251), (251, 507), (507, 600)])):
+        q, k = (torch.randn(1, n, width, dtype=dtype) for n in (T, S))
+        assert model_py.query_blocks(q, k) == blocks
+        P = torch.softmax((q.double() @ k.double().mT * width ** -0.5).masked_fill(torch.ones(T, S).triu(1 + S - T) > 0, -math.inf), -1)
+        y, _ = blocked_attention(q, k, None, k, None, None, None, None, 0.0, False)
+        assert error(y, P @ k.double()) < (1e-6 if dtype == torch.float32 else 0.01)
+
+
 @pytest.mark.parametrize("outer", [False, True])
 def test_gpt_blocked_attention_dropout(outer, monkeypatch):
     monkeypatch.setattr(model_py, "BLOCK_ROWS", 4)
