@@ -45,7 +45,7 @@ import kernels
 import train_gpt
 import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_norm_is_fused, hadamard_path, qrnn_pool
-from model import (GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, clip_, detach_state,
+from model import (GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured,
                    load_checkpoint, lr_at, machine, model_of, peak_flops, processor)
 from prepare_data import (Parser, die, encode, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
 
@@ -422,7 +422,8 @@ class Trainer:
             self.step_tokens = self.B * window
             if s.get("max_steps") is None:
                 s["max_steps"] = math.ceil(s["epochs"] * self.length / window)
-        self.flops = self.model.flops_per_token(self.T)
+        self.flops, s["compile"] = self.model.flops_per_token(self.T), compiled
+        self.update = SCRIPT[kind].stepper(self.model, self.optimizer, s, m, *([self.B // self.micro] if kind == "gpt" else []))
         if compiled:
             self.model.compile(dynamic=kind == "shaq")  # whose windows differ in length
         self.set_steps(s["max_steps"])
@@ -436,31 +437,19 @@ class Trainer:
         "Step i of the run: one update. Returns the loss, in nats per token."
         s, m = self.s, self.m
         torch.manual_seed(hash((self.seed, i, 0)) & 0x7FFFFFFF)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr_at(i, s["lr"], self.min_lr, self.warmup, self.steps, s["schedule"])
-        loss, T = torch.zeros((), device=m.device), self.T
+        lr, T = lr_at(i, s["lr"], self.min_lr, self.warmup, self.steps, s["schedule"]), self.T
         if self.kind == "gpt":
-            for a in range(0, self.B, self.micro):
-                x, y = self.windows(i, slice(a, a + self.micro))
-                with m.autocast():
-                    part = self.model(x, y) * (self.micro / self.B)
-                part.backward()
-                loss += part.detach()
+            batch = [self.windows(i, slice(a, a + self.micro)) for a in range(0, self.B, self.micro)]
+            figures, _ = self.update(batch, None, lr)
         else:
             T = min(train_shaq.window_length(self.seed, i, self.T), self.length - self.at)
-            x, y = train_shaq.read(self.data.train, range(self.B), self.length, self.at, T, m.device)
-            with m.autocast():
-                part, state = self.model(x, y, self.state)
-            part.backward()
-            loss += part.detach()
-            self.at, self.state = self.at + T, detach_state(state)
+            batch = train_shaq.read(self.data.train, range(self.B), self.length, self.at, T, m.device)
+            figures, self.state = self.update(batch, self.state, lr)
+            self.at += T
             if self.at >= self.length:
                 self.at, self.state = 0, None
-        clip_(self.model, s["grad_clip"])
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         self.tokens.append(self.B * T)
-        return loss.item()
+        return figures[0].item()
 
     def validate(self):
         "Validation loss in nats per token, by the training script's own evaluation"

@@ -407,20 +407,10 @@ if triton is not None:
     def _transform(tiles, R: tl.constexpr, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr):
         "A tuple of M * P tiles (R, W), R rows, times H, unnormalised, in fp32"
         t = ()
-        if INNER == 2:
-            j = tl.arange(0, W)
-            k = j[:, None] & j[None, :]  # H_W[i, j] = (-1)^popcount(i & j)
-            k = k ^ (k >> 4)
-            k = k ^ (k >> 2)
-            k = k ^ (k >> 1)
-            H = (1 - 2 * (k & 1)).to(tiles[0].dtype)
         for i in tl.static_range(M * P):
-            if INNER == 2:
-                y = tl.dot(tiles[i], H, out_dtype=tl.float32)
-            elif INNER == 1:
-                y = _butterfly(tiles[i].to(tl.float32), R, W, V)
-            else:
-                y = tiles[i].to(tl.float32)
+            y = tiles[i].to(tl.float32)
+            if INNER:
+                y = _butterfly(y, R, W, V)
             t = t + (y,)
         return _across(t, M, P)
 
@@ -433,19 +423,23 @@ if triton is not None:
         col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
         base = row[:, None] * D + col[None, :]
         ok = (row < N)[:, None]
+        live = None
+        if CW > C:
+            live = j < C
+            ok = ok & live[None, :]
         t = _load_tiles(x + base, ok, M * P, C)
-        if pre is not None:  # never with INNER == 2: rounding the product to 16 bits would double the error
+        if pre is not None:
             n = ()
             for i in tl.static_range(M * P):
-                n = n + (t[i].to(tl.float32) * _load_vector(pre + col + i * C, None, R, W),)
+                n = n + (t[i].to(tl.float32) * _load_vector(pre + col + i * C, live, R, W),)
             t = n
         t = _transform(t, R, M, P, W, INNER, V)
         for i in tl.static_range(M * P):
             y = t[i] * scale
             if alpha is not None:
-                y = y * _load_vector(alpha + col + i * C, None, 1 if INNER == 2 else R, W)
+                y = y * _load_vector(alpha + col + i * C, live, R, W)
             if beta is not None:
-                y = y + _load_vector(beta + col + i * C, None, 1 if INNER == 2 else R, W)
+                y = y + _load_vector(beta + col + i * C, live, R, W)
             tl.store(out + base + i * C, y.to(out.dtype.element_ty), mask=ok)
 
     @triton.jit
@@ -578,12 +572,15 @@ if triton is not None:
         saved, as attention keeps x anyway. There are no atomics, so the sums come out the same every time."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
+        live = None
+        if CW > C:
+            live = j < C
         da = (tl.zeros((R, W), tl.float32),) * (M * P)  # summed over rows once, at the end
         db = da
         by = ()
         if dx is not None:
             for i in tl.static_range(M * P):
-                by = by + (_load_vector(alpha + col + i * C, None, R, W) * scale,)
+                by = by + (_load_vector(alpha + col + i * C, live, R, W) * scale,)
         # Two stages: the next rows are copied into shared memory meanwhile, where a thread's share of a row is 4 bytes or more. Else loads
         # and sums would take turns, with two programs a multiprocessor, and the memory rest for a third of the time (calculated). It costs
         # one or two instructions an element, and registers that two programs leave free.
@@ -591,6 +588,8 @@ if triton is not None:
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
             base = row[:, None] * D + col[None, :]
             ok = (row < N)[:, None]
+            if CW > C:
+                ok = ok & live[None, :]
             gs = _load_tiles(dy + base, ok, M * P, C)
             t = _transform(_load_tiles(x + base, ok, M * P, C), R, M, P, W, INNER, V)
             na, nb = (), ()
@@ -609,8 +608,8 @@ if triton is not None:
                     tl.store(dx + base + i * C, t[i].to(dx.dtype.element_ty), mask=ok)
         out = tl.program_id(0).to(tl.int64) * D + col
         for i in tl.static_range(M * P):
-            tl.store(dalpha + out + i * C, tl.sum(da[i], 0) * scale)
-            tl.store(dbeta + out + i * C, tl.sum(db[i], 0))
+            tl.store(dalpha + out + i * C, tl.sum(da[i], 0) * scale, mask=live)
+            tl.store(dbeta + out + i * C, tl.sum(db[i], 0), mask=live)
 
 
 # Up to this many rows, the number of an H200's multiprocessors, each row gets a program of its own: by the compiled code a warp then runs
@@ -632,44 +631,46 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     M = mh * mi
     if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and (d // n_head % 8 or n_head > 64)):
         return None
-    if kind == "backward" and (n_head > 48 if heads_only else d > (2048 if bits == 16 else 8192)):
-        return None  # two kernels, at 8 bytes an element for 6: one would spill, or its 56 to 60 instructions take longer than theirs
+    if kind == "backward" and (n_head > 48 if heads_only else d > (1536 if bits == 16 else 8192)):
+        return None  # two kernels, at 8 bytes an element for 6: one would spill, or is slower than the two
     if heads_only:
-        inner, warps, P, C = 0, 4, ch, d // n_head
+        inner, P, C = 0, ch, d // n_head
         CW = W = min(C & -C, 128)
-        if "norm" in kind and CW < C < 128:  # whole rows in one program
+        if CW < C < 128:  # whole heads, of 96 say, in one program: with 32 channels each, three programs read 64 bytes of a head at a time
             CW = W = 1 << (C - 1).bit_length()
-        each = (4 if M * P <= 12 else 2) if kind in ("grads", "backward") else 8 if bits == 16 and M * P <= 16 else 4  # of a tile
-        if M * P > (16 if kind == "backward" else 32):  # up to 64 heads: with more it would spill, and take minutes to compile
-            each //= 2
-        if kind == "norm":  # at most 32 numbers a thread, up to 32 heads
-            each = 2 if M * P <= 16 else 1
-            warps = max(1, W // (32 * each))
-        elif kind == "norm backward":
-            each = 1
+        each = 4 if M * P <= (12 if kind == "backward" else 16) and CW <= C else 2  # numbers of a tile
+        if "norm" in kind:
+            each = 2 if kind == "norm" else 1
+        warps = 4 if kind not in ("grads", "backward") or M * P > 32 else 2
+        if kind not in ("forward", "pre", "few") and M * P > (16 if kind == "backward" else 32):  # up to 64 heads: with more it would
+            each = max(1, each // 2)                                                             # spill, and take minutes to compile
+        if kind == "norm" or "few" in kind:  # more would do a narrow tile's work twice
+            warps = max(1, W // (32 * (each if kind == "norm" else 1)))
         R = 1 if "few" in kind else max(1, each * 32 * warps // W)
-        if "few" in kind:  # more would do a narrow tile's work twice
-            warps = max(1, W // 32)
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
         inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # a thread's numbers: of a tile, of all
         if "few" in kind and M > 1 and d <= (2560 if kind == "few" else 1536):  # across warps each of M narrow tiles would take up to four
             warps = 1                                                           # barriers, 47 at d = 768; the norm at 2560 would spill
-        if kind in ("grads", "backward"):  # a thread has three such sets, or four; in 16 bits a row takes one or two warps up to d = 3072
-            numbers = 32 if bits == 32 or d <= 1024 else 48
+        if kind in ("grads", "backward"):  # a thread has three such sets, or four
             if bits == 16:
-                warps, each = 4 if d <= 6144 else warps, 8 if d == 2048 else 4
-        elif kind == "norm":  # the old and new residual, too: 15 programs fit a multiprocessor, by tensor-core products of 16 rows only one
-            warps, numbers = 1 if d <= 1536 else 2 if d <= 3072 else 4, 48
+                warps = 2 if d <= (1024 if kind == "backward" else 3072) else 4 if d <= 6144 else warps
+                each, numbers = 8 if d == 2048 else 4, 48 if kind == "backward" or d > 3072 else 64
+            elif kind == "backward" or d > 1024:
+                numbers = 32
+        elif kind == "norm":  # the old and new residual, too
+            warps, numbers = (1, 48) if d <= 1536 else (4, 40)
         elif kind == "norm backward":  # six sets; with M tiles, M numbers at least, one of each
             warps, numbers = 4 if d <= 3072 else 8, max(24, M)
-        elif bits == 16 and "few" not in kind and d > 1024:
-            each, numbers = 8, 128 if d <= 8192 else 64  # the more stand in one thread, the fewer shuffles; above, they would spill
-        R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
+        elif bits == 16 and "few" not in kind:  # a warp holds whole rows: only shuffles pass between its threads
+            if d <= 4096:
+                warps, numbers = 1, 48 if d <= 768 else 128
+            else:
+                each, numbers = 8, 128 if d <= 8192 else 64  # the more stand in one thread, the fewer shuffles; above, they would spill
+        R = 1 if "few" in kind or warps == 1 and d > 768 else max(1, numbers * 32 * warps // d)
         R = 1 << (R.bit_length() - 1)
+        R = min(R, max(1, each * 32 * warps // min(64, A * C)))  # 64 numbers or more side by side in memory
         W = min(A * C, max(A, each * 32 * warps // R))
-        if bits == 16 and kind == "forward" and A * C >= 64 and d <= 1024:  # wider: one program fills a multiprocessor's registers
-            inner, R, W = 2, 16, 64  # 16 bytes a thread and load
         P = A * C // W
         C = CW = C // P
     V = min(max(1, R * W // (32 * warps)), 128 // bits, CW & -CW)  # as Triton lays tiles out: what a thread loads at once
@@ -680,7 +681,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
 
 
 def _columns(plan):  # programs along a row: one, except in a mix over heads, where each takes CW of every head's C channels
-    return plan["C"] // plan["CW"]
+    return triton.cdiv(plan["C"], plan["CW"])
 
 
 def _row_major(*tensors):

@@ -164,7 +164,8 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
         scores[:, :, n - (e - i):].tril_().add_(later)  # a later key's score, even a NaN: 0, then -inf; twice as fast as masked_fill_ on a CPU
         P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
         if dropout:  # the same again, should backward compute P anew
-            P.copysign_(kept(P, dropout, torch.Generator(q.device).manual_seed(seed.item() + i)).sub_(0.5))
+            generator = None if seed is None else torch.Generator(q.device).manual_seed(seed.item() + i)
+            P.copysign_(kept(P, dropout, generator).sub_(0.5))
     return n, P
 
 
@@ -182,7 +183,8 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
     N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). keys, values (N, S, as k and v), if
     given, are used in the place of k and v, which are only their last rows, those that get a gradient; without q_r. seed: the dropout's, ()
-    int64 on the CPU, None without; the caller draws it, as a forward pass that is run again (checkpointing) must find the same. keep,
+    int64 on the CPU; the caller draws it, as a forward pass that is run again (checkpointing) must find the same; None: without dropout, or
+    with keep on a GPU, by its own generator. keep,
     attention()'s choice: each block's P stays for the backward pass, as the second output; else that pass computes it again, and memory is
     linear in T. Once differentiable. On a CPU in bf16, without keep, 1.4 times as fast as PyTorch's fused operator, forward and backward
     (48 heads of 64, T = S = 256), in fp32 level with it. In 16 bits scores are rounded, where that operator keeps fp32: results are 2 times
@@ -308,10 +310,12 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         (k_new, v_new), memory = ((k, v), (None, None)) if new is None else (new, (k.detach(), v.detach()))
         # autocast's dtype, as PyTorch's operator does
         flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k_new, q_r, v_new, k_r, *memory)]
-        seed = torch.randint(2**40, (), device="cpu") if dropout else None
         # P stays where it holds at most twice what stays anyway, q, k, v and the output: memory is linear in T, and on a CPU both passes
-        # are 1.1 to 1.3 times as fast. Not compiled: how many blocks there are would fix T in the code
-        keep = torch.is_grad_enabled() and not torch.compiler.is_compiling() and S <= 4 * (q.size(-1) + v.size(-1))
+        # are 1.1 to 1.3 times as fast. Not compiled: how many blocks there are would fix T in the code. In a CUDA graph it has to stay, as
+        # its dropout is drawn anew at each replay, which only the GPU's own generator does
+        keep = torch.is_grad_enabled() and not torch.compiler.is_compiling() and (
+            S <= 4 * (q.size(-1) + v.size(-1)) or q.is_cuda and torch.cuda.is_current_stream_capturing())
+        seed = torch.randint(2**40, (), device="cpu") if dropout and not (keep and q.is_cuda) else None
         return blocked_attention(*flat, seed, dropout, keep)[0].unflatten(0, q.shape[:2])
     if flash:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # compiled, T > 1 is no bool
@@ -574,28 +578,44 @@ def draws(n, temperature, idx, generator):
 side_stream = lru_cache(None)(torch.cuda.Stream)  # one for each device: cuBLAS keeps a workspace for every stream it ever saw
 
 
-def captured(work, device, keep=()):
+@contextlib.contextmanager
+def beside(device):
+    """On a GPU what runs inside runs on the stream that captured() records, as a gradient has to be added to on the stream on which the
+    first was"""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        now, side = torch.cuda.current_stream(), side_stream(torch.cuda.current_device())
+        side.wait_stream(now)
+        with torch.cuda.stream(side):
+            yield
+        now.wait_stream(side)
+
+
+def captured(work, device, keep=(), pool=None):
     """work(), which takes no arguments and leaves its results in tensors that stay where they are -> the same as one CUDA graph; on other
-    devices work itself. Before it can be recorded it must run once: the tensors in keep are put back as they were."""
+    devices work itself. Before it can be recorded it must run once: the tensors in keep are put back as they were. Graphs with one pool
+    (torch.cuda.graph_pool_handle()) work in the same memory."""
     if device.type != "cuda":
         return work
     with torch.cuda.device(device):
         before, side = [t.clone() for t in keep], side_stream(torch.cuda.current_device())
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()
-        torch.cuda.current_stream().wait_stream(side)
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.collect()  # a graph or a Triton kernel in a cycle that died while this records would end that (pytorch/pytorch, issue 161037)
-        gc.disable()
         try:
-            with torch.cuda.graph(graph, stream=side):  # records, runs nothing
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                work()
+            torch.cuda.current_stream().wait_stream(side)
+            gc.collect()  # a graph or a Triton kernel in a cycle that died while this records would end that (pytorch/pytorch, issue 161037)
+            gc.disable()
+            with torch.cuda.graph(graph, pool, side):  # records, runs nothing
                 work()
         finally:
             if collects:
                 gc.enable()
-        for t, b in zip(keep, before):
-            t.copy_(b)
+            for t, b in zip(keep, before):
+                t.copy_(b)
     return graph.replay
 
 
@@ -1322,8 +1342,8 @@ class LAMB(torch.optim.Optimizer):
             torch._foreach_add_(step, w, alpha=group["weight_decay"])
             w_norm, step_norm = norms(w).clamp(max=group["max_norm"]), norms(step)
             trust = torch.where((w_norm > 0) & (step_norm > 0), (w_norm / step_norm).clamp(min=group["min_trust"]), 1.0)
-            torch._foreach_mul_(step, trust.unbind())
-            torch._foreach_add_(w, step, alpha=-group["lr"])            # w = w - lr trust step
+            torch._foreach_mul_(step, (-group["lr"] * trust).unbind())  # lr may be a tensor, which alpha=lr would wait for
+            torch._foreach_add_(w, step)                                # w = w - lr trust step
         return loss
 
 
@@ -1491,6 +1511,76 @@ def inputs_and_targets(rows, device):
         rows = rows.pin_memory().to(device, non_blocking=True)
     rows = rows.to(device)
     return rows[:, :-1], rows[:, 1:]
+
+
+class Replayed:
+    """update(batch, state) -> (figures, state): a training step, from the batch to the new weights, as one CUDA graph. Launched one by one,
+    the hundreds of kernels of a small step keep a GPU waiting for Python: on an H200 shaq's took 23 ms for 11 of work. A step of new shapes
+    runs as it is, which compiles what there is to compile; the next of these shapes is recorded, and from then on replayed.
+
+    batch, state: lists or tuples of tensors, nested as may be, or None. figures: two numbers, overwritten by the next step. on=False: no
+    graphs. A step that changes the shapes of its state is never recorded. Dropout draws what it would without a graph."""
+
+    def __init__(self, update, optimizer, on):
+        self.update, self.optimizer, self.on = update, optimizer, on
+        self.steps, self.states, self.pool = {}, {}, None
+
+    def __call__(self, batch, state, lr):
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        if not self.on:
+            return self.update(batch, state)
+        device, kinds = tensors(batch)[0].device, [[(t.shape, t.dtype) for t in tensors(x)] for x in (batch, state)]
+        key = str(kinds)
+        if self.steps.get(key, False) is None:
+            try:
+                self.steps[key] = self.record(batch, state, lr, str(kinds[1]))
+            except RuntimeError as e:
+                self.on = False
+                self.optimizer.zero_grad()
+                print(f"note: no CUDA graph of a step could be recorded ({str(e).splitlines()[0]}): kernels are launched one by one",
+                      file=sys.stderr)
+                return self.update(batch, state)
+        if key not in self.steps:
+            with beside(device):
+                figures, after = self.update(batch, state)
+            if kinds[1] == [(t.shape, t.dtype) for t in tensors(after)]:
+                self.steps[key] = None
+            return figures, after
+        replay, batch_here, state_here, figures = self.steps[key]
+        for here, new in zip(tensors((batch_here, state_here)), tensors((batch, state))):
+            if here is not new:
+                here.copy_(new)
+        replay()
+        return figures, state_here
+
+    def record(self, batch, state, lr, kind_of_state):
+        device = tensors(batch)[0].device
+        for group in self.optimizer.param_groups:  # numbers would be recorded as they are now
+            if not isinstance(group["lr"], torch.Tensor):
+                group["lr"] = torch.tensor(lr, device=device)
+                group |= dict(capturable=True) if "capturable" in group else {}
+        batch = each(batch, torch.clone)
+        state = self.states.setdefault(kind_of_state, state and each(state, torch.clone))  # all windows' lengths share one
+        figures = torch.empty(2, device=device)
+
+        def work():
+            found, after = self.update(batch, state)
+            figures.copy_(found)
+            for old, new in zip(tensors(state), tensors(after)):
+                old.copy_(new)
+
+        keep = [p for group in self.optimizer.param_groups for p in group["params"]]
+        keep += [t for p in keep for t in self.optimizer.state[p].values() if isinstance(t, torch.Tensor)] + tensors(state)
+        drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.pool = self.pool or device.type == "cuda" and torch.cuda.graph_pool_handle() or None
+        replay = captured(work, device, keep, self.pool)
+        if drawn is not None:
+            torch.cuda.set_rng_state(drawn, device)
+        return replay, batch, state, figures
 
 
 def clip_(model, most):

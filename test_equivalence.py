@@ -703,8 +703,7 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
             cut = dtype == torch.bfloat16 and not torch.cuda.is_available()
             rounded = (exact.float().view(torch.int32) >> 16 << 16).view(torch.float32) if cut else exact.to(dtype)
             most = max(5e-7, 1.02 * error(rounded, exact))
-            product = cut and N > 2 and kernels._plan(d, n_head, heads_only, 16)[0]["INNER"] == 2
-            assert y.dtype == dtype and y.shape == x.shape and (product or error(y, exact) <= most), (dtype, N)
+            assert y.dtype == dtype and y.shape == x.shape and error(y, exact) <= most, (dtype, N)
         for sums in ((dalpha, dbeta), kernels._grads_triton(x, dy, scale, n_head, heads_only)):
             assert error(sums[0], (dy.double() * (x.double() @ H)).sum(0)) < 1e-6 and error(sums[1], dy.double().sum(0)) < 1e-6
         if dtype == torch.float32 and N > 1:
@@ -3677,6 +3676,34 @@ def test_train_shaq_two_processes_are_one(train_shaq_here, torchrun, tmp_path):
     assert len(a) == len(b) and all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a, b))  # the streams in their order
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_train_steps_replayed_are_steps(device, monkeypatch):
+    "On a CPU what is recorded on a GPU runs as it is"
+    m = machine(device, "float32")
+    for kind in ("shaq", "lamb without a memory", "gpt"):
+        runs = []
+        for on in (False, True):
+            torch.manual_seed(0)
+            if kind == "gpt":
+                model = GPT(GPTConfig(vocab_size=11, n_layer=2, n_head=2, n_embd=16, block_size=16, dropout=0.1)).to(m.device)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
+                step = train_gpt.stepper(model, optimizer, dict(grad_clip=0.25, compile=False), m, 1)
+            else:
+                model = tiny_shaq("shaq", mem_len=40, dropout=0.1, **{} if kind == "shaq" else dict(memory="none")).to(m.device).train()
+                optimizer = LAMB(model.parameters())
+                step = train_shaq.stepper(model, optimizer, dict(grad_clip=0.25, compile=False, optimizer="lamb"), m)
+            assert not step.on  # as the model is not compiled
+            step.on, state, found, ids = on, None, [], torch.randint(11, (13, 3, 17), generator=torch.Generator().manual_seed(1)).to(m.device)
+            for i, n in enumerate((16, 16, 16, 12, 16, 12, 16, 16, 12, 12, 16, 5, 16)):  # the memory is full after three
+                torch.manual_seed(i)
+                batch = ids[i, :, :n], ids[i, :, 1:n + 1]
+                figures, state = step([batch] if kind == "gpt" else batch, state, 1e-3 * (i + 1))
+                found += figures.tolist()
+            runs.append([torch.tensor(found), *(t.cpu() for t in tensors(state))])
+            assert [recorded is not None for recorded in step.steps.values()] == [True] * 2 * on + [False] * on, kind  # 5 came once
+        assert all(error(b, a.double()) < (1e-6 if device == "cpu" else 1e-4) for a, b in zip(*runs)), kind
+
+
 # -----------------------------------------------------------------------------
 # What only a GPU can show: its own paths, from the operators to a training run, against a CPU's
 
@@ -5620,22 +5647,22 @@ def test_bench_plot_of_logs_and_what_it_says_where_it_cannot_draw(tmp_path, caps
 
 HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more) for kind, rows in {  # code_of's arguments behind
     # most instructions an element (gradients: in the loop), a little above what Triton 3.6 to 3.9 give
-    "forward": [(18, 80, "bf16", 768, False), (17, 90, "bf16", 768, False), (17, 100, "bf16", 768, False), (13, 90, "bf16", 1024, False),
-                (19, 90, "fp32", 1024, False), (24, 90, "bf16", 1536, False), (21, 90, "bf16", 2048, False), (20, 100, "fp16", 2048, False),
+    "forward": [(24, 80, "bf16", 768, False), (24, 90, "bf16", 768, False), (23, 100, "bf16", 768, False), (23, 90, "bf16", 1024, False),
+                (19, 90, "fp32", 1024, False), (26, 90, "bf16", 1536, False), (23, 90, "bf16", 2048, False), (22, 100, "fp16", 2048, False),
                 (25, 90, "bf16", 2560, False), (26, 90, "bf16", 3072, False), (13, 90, "bf16", 768, True),
-                (10, 80, "bf16", 1536, True), (13, 90, "bf16", 8192, True)],
-    "pre": [(23, 90, "bf16", 768, False), (23, 80, "bf16", 1536, False), (25, 100, "bf16", 3072, False)],
+                (17, 80, "bf16", 1536, True), (13, 90, "bf16", 8192, True)],
+    "pre": [(23, 90, "bf16", 768, False), (25, 80, "bf16", 1536, False), (25, 100, "bf16", 3072, False)],
     "few": [(27, 80, "bf16", 768, False), (27, 90, "bf16", 768, False), (27, 100, "bf16", 768, False)],
     "grads": [(23, 90, "bf16", 1024, False), (26, 80, "bf16", 1536, False), (32, 90, "bf16", 2560, False), (10, 100, "bf16", 768, True),
               (12, 90, "bf16", 1024, True, "fp32"), (13, 90, "bf16", 8192, True)],
     # all three gradients at once: 6 and 12 bytes an element, 41 and 82 instructions
     "backward": [(47, 90, "bf16", 768, False), (45, 100, "bf16", 768, False), (39, 90, "bf16", 1024, False), (37, 90, "fp32", 1024, False),
-                 (46, 80, "bf16", 1536, False), (50, 90, "bf16", 2048, False), (62, 90, "fp32", 3072, False), (22, 80, "bf16", 768, True),
-                 (18, 100, "bf16", 1536, True), (25, 90, "bf16", 3072, True)],
+                 (46, 80, "bf16", 1536, False), (62, 90, "fp32", 3072, False), (22, 80, "bf16", 768, True),
+                 (23, 100, "bf16", 1536, True), (26, 90, "bf16", 3072, True)],
     # with residual and norm, 8 bytes an element in bf16 (12 with an fp32 residual), so twice the budget
     "norm": [(36, 90, "bf16", 768, False), (36, 90, "bf16", 768, False, "", "RMS"), (35, 80, "bf16", 1024, False),
-             (38, 90, "bf16", 1536, False), (41, 90, "bf16", 2048, False, "fp32"), (44, 90, "bf16", 2048, False),
-             (51, 90, "bf16", 2560, False), (44, 100, "bf16", 3072, False), (47, 90, "bf16", 4096, False), (29, 90, "bf16", 768, True),
+             (38, 90, "bf16", 1536, False), (43, 90, "bf16", 2048, False, "fp32"), (46, 90, "bf16", 2048, False),
+             (51, 90, "bf16", 2560, False), (51, 100, "bf16", 3072, False), (47, 90, "bf16", 4096, False), (29, 90, "bf16", 768, True),
              (22, 90, "bf16", 1024, True, "fp32"), (33, 80, "bf16", 1536, True, "fp32"), (39, 90, "bf16", 1536, True),
              (36, 100, "bf16", 1536, True), (25, 100, "bf16", 2048, True)],
     # their gradients, 12 and 18 bytes: 82 and 123 instructions
@@ -5672,7 +5699,7 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compiled):
     faults = []
     for what in HADAMARD_CODE:
         (ceiling, kind, _, dtype, d, *_), code = what, compiled[what].result()
-        wide = [sum(op.startswith(memory) and ".128" in op for op in code.ops) for memory in ("LDG", "STG")]
+        wide = [sum(op.startswith(memory) and (".64" in op or ".128" in op) for op in code.ops) for memory in ("LDG", "STG")]
         ops, tiles = [op[:3] for op in code.ops if op.startswith(("LDG", "STG"))], code.plan["M"] * code.plan["P"]
         print(what, f"{code.each:.1f} instructions an element, the loop {code.loop:.1f}, {code.far} far, {code.registers} registers, "
               f"stack {code.stack}, {wide} wide")
@@ -5680,17 +5707,14 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compiled):
         counted = code.loop if in_loop else code.each
         if code.stack or counted > ceiling or any(op.startswith(("LDL", "STL")) for op in code.ops):
             faults.append((what, code.each, code.stack))
-        loads = ops.count("LDG") if code.plan["INNER"] != 2 else tiles  # of all; a tensor core's layout takes vectors in narrower ones
-        if kind == "forward" and dtype != "fp32" and d <= 3072 and d != 2560 and (wide[0] < loads or wide[1] < tiles):
-            faults.append((what, "loads or stores of fewer than 16 bytes", wide))
+        if kind == "forward" and code.plan["V"] >= 4 and (wide[0] < ops.count("LDG") or wide[1] < tiles):
+            faults.append((what, "loads or stores of fewer than 8 bytes", wide))
         far = {"grads": 4, "backward": 5, "norm": 4, "norm backward": 10 - ("RMS" in what)}.get(kind, 2)
         if code.far < far:  # no test here has 2^31 elements
             faults.append((what, "32-bit offsets of rows", code.far))
-        one_warp = kind in ("forward", "pre", "few", "norm few") and code.plan["INNER"] == 1
+        one_warp = kind in ("forward", "pre", "few", "norm few") and code.plan["INNER"]
         if one_warp and (code.shared or any(op.startswith("BAR") for op in code.ops)):
             faults.append((what, "a row that stands in one warp went through shared memory", code.shared))
-        if code.plan["INNER"] == 2 and (not 0 < code.shared <= 40 * 1024 or not any(op.startswith("HMMA") for op in code.ops)):
-            faults.append((what, "fewer than 4 programs of an sm_80's 164 KB, or no matrix instructions", code.shared))
         if kind == "norm" and (code.registers > 136 or ops.index("STG") < 2 * tiles):
             faults.append((what, "fewer than 15 warps a multiprocessor, or loads behind a store", code.registers, ops.index("STG")))
         if in_loop and not 0 < code.loop < code.each:

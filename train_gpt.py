@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from kernels import hadamard_path, triton
-from model import (CHOICES, GPT, SIZES, GPTConfig, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine, param_groups,
+from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine, param_groups,
                    peak_flops)
 from prepare_data import (Log, Parser, StopSignal, die, digest, diverged, duration, flag01, git_commit, load_dataset, number, one_line,
                           report, run, shorten, unchanged, write_or_warn)
@@ -119,6 +119,28 @@ def build(s, c, data, m):
         torch.backends.cuda.enable_cudnn_sdp(False)  # up to torch 2.11 its attention rounds dropout to sixteenths (pytorch/pytorch, 174245)
     return model, torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"],
                                     fused=m.device.type != "mps")
+
+
+def stepper(model, optimizer, s, m, accumulate):
+    "-> step([(x, y), ..], None, lr) -> (loss, the gradient's norm before clipping), None: one update of the weights"
+    def update(batch, _):
+        loss = torch.zeros((), device=m.device)
+        for i, (x, y) in enumerate(batch):
+            if m.world > 1:
+                m.net.require_backward_grad_sync = i == accumulate - 1
+            with m.autocast():
+                part = (m.net or model)(x, y) / accumulate
+            part.backward()
+            loss += part.detach()
+        missing = [n for n, p in model.named_parameters() if p.grad is None]
+        assert not missing, f"no gradient reaches {missing}"
+        norm = clip_(model, s["grad_clip"])
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack((loss, norm)), None
+
+    # graphs of micro-batches small enough not to be accumulated: larger ones keep the GPU busy anyway, and a graph its memory
+    return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and accumulate == 1)
 
 
 # -----------------------------------------------------------------------------
@@ -230,7 +252,7 @@ def main():
     if ckpt:
         model.load_state_dict(ckpt.pop("model"))  # 12 bytes a parameter with the optimiser's, on every process
         for group in ckpt["optimizer"]["param_groups"]:
-            group["fused"] = m.device.type != "mps"  # as build() has it on this device, not on that of before
+            group |= dict(fused=m.device.type != "mps", capturable=False, lr=0.0)  # of this device and run, not of those before
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first = ckpt["step"]
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
@@ -253,6 +275,7 @@ def main():
     # Here the others wait for rank 0, which ends in Log() if another run has that log. StopSignal comes later, as it would keep the others
     # from ending when torchrun tells them to
     m.parallel(model)
+    update = stepper(model, optimizer, s, m, accumulate)
     say(m.note)
     say(f"{s['size']}, {c['attn']}, {c['attn_out']}: {model.num_params():,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
@@ -298,27 +321,11 @@ def main():
 
         torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # dropout: no state to carry over a restart
         lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        loss = torch.zeros((), device=m.device)
-        for i in range(accumulate):
-            start = (i * m.world + m.rank) * micro
-            x, y = windows(step, slice(start, start + micro))
-            if m.world > 1:
-                m.net.require_backward_grad_sync = i == accumulate - 1
-            with m.autocast():
-                part = m.net(x, y) / accumulate
-            part.backward()
-            loss += part.detach()
-        if step == first:
-            missing = [n for n, p in model.named_parameters() if p.grad is None]
-            assert not missing, f"no gradient reaches {missing}"
-        norm = clip_(model, s["grad_clip"])
-        optimizer.step()
-        optimizer.zero_grad()
+        starts = [(i * m.world + m.rank) * micro for i in range(accumulate)]
+        figures, _ = update([windows(step, slice(start, start + micro)) for start in starts], None, lr)
         # only now does the host wait for the device; a step that went wrong is saved nowhere. One reduction for four figures: stopping
         # is above 0 where any process had a signal, so that all stop at the same step
-        figures = torch.cat((torch.stack((loss, norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
+        figures = torch.cat((figures, torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
         loss, norm, stopping, pace = m.mean(figures).tolist()
         if not np.isfinite(loss + norm):
             diverged(m, path, f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from kernels import triton
-from model import (LAMB, SHAQ, SHAQ_PRESETS, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint, lr_at,
+from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint, lr_at,
                    machine, peak_flops)
 from prepare_data import (Log, Parser, StopSignal, die, digest, diverged, duration, flag01, git_commit, load_dataset, number, one_line,
                           report, run, shorten, unchanged, write_or_warn)
@@ -162,6 +162,22 @@ def evaluate(model, tokens, eval_tokens, bptt, m, streams=16):
     return (m.mean(nats) * m.world / (streams * length)).item()
 
 
+def stepper(model, optimizer, s, m):
+    "-> step((x, y), state, lr) -> (loss, the gradient's norm before clipping), state: one update of the weights"
+    def update(batch, state):
+        with m.autocast():
+            loss, state = (m.net or model)(*batch, state)
+        loss.backward()
+        missing = [n for n, p in model.named_parameters() if p.grad is None]
+        assert not missing, f"no gradient reaches {missing}"
+        norm = clip_(model, s["grad_clip"])
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack((loss.detach(), norm)), detach_state(state)
+
+    return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and s["optimizer"] == "lamb")
+
+
 # -----------------------------------------------------------------------------
 # The state of all streams, for the checkpoint: nested lists and tuples of tensors whose dimension 0 is the streams
 
@@ -247,7 +263,8 @@ def main():
             die(f"{path if resume else stage2} holds another model than these flags make: drop those that change it")
     if resume:
         for group in ckpt["optimizer"]["param_groups"]:
-            group |= dict(fused=m.device.type != "mps") if "fused" in group else {}  # AdamW's on this device, not on that of before
+            group |= dict(fused=m.device.type != "mps", capturable=False) if "fused" in group else {}  # AdamW's, of this device
+            group["lr"] = 0.0  # a number: it may have been a tensor
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = take(ckpt.pop("state"), streams, m.device)
@@ -276,6 +293,7 @@ def main():
     # Here the others wait for rank 0, which ends in Log() if another run has that log. StopSignal comes later, as it would keep the others
     # from ending when torchrun tells them to
     m.parallel(model)
+    update = stepper(model, optimizer, s, m)
     say(m.note)
     say(f"{s['preset']}: {c['n_layer']} blocks of width {c['n_embd']}, {sum(parts.values()):,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in parts.items()) + ")")
@@ -321,22 +339,10 @@ def main():
         T = min(window_length(s["seed"], step, s["bptt"]), length - at)
         torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # dropout: no generator to carry over a restart
         lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        x, y = read(data.train, streams, length, at, T, m.device)
-        with m.autocast():
-            loss, state = m.net(x, y, state)
-        loss.backward()
-        state = detach_state(state)
-        if step == first:
-            missing = [n for n, p in model.named_parameters() if p.grad is None]
-            assert not missing, f"no gradient reaches {missing}"
-        norm = clip_(model, s["grad_clip"])
-        optimizer.step()
-        optimizer.zero_grad()
+        figures, state = update(read(data.train, streams, length, at, T, m.device), state, lr)
         # only now does the host wait for the device; a step that went wrong is saved nowhere. One reduction for four figures: stopping
         # is above 0 where any process had a signal, so that all stop at the same step
-        figures = torch.cat((torch.stack((loss.detach(), norm)), torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
+        figures = torch.cat((figures, torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
         loss, norm, stopping, pace = m.mean(figures).tolist()
         if not math.isfinite(loss + norm):
             diverged(m, path, f"step {step}: loss {loss}, gradient norm {norm}, at lr {lr:.2g}")
