@@ -836,7 +836,7 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     if kind.startswith("pool"):
         fn = kernels._fo_backward_kernel if kind == "pool backward" else kernels._fo_forward_kernel
         plan = dict(ACT=True, SUMMARY=False, SEGMENTED=False, PTX=True, H=1024, ST=3072, DT=3072)
-        plan |= kernels._fo_shape(4 if dtype == "fp32" else 2) | flags
+        plan |= kernels._fo_shape("backward" in kind) | flags
         warps = plan["S"]
         types = {n: "*fp32" if n.startswith(("c0", "c_last", "edge", "dc", "sum")) else rows if n.endswith("_ptr") else "i32"
                  for n in fn.arg_names}

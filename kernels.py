@@ -1078,8 +1078,8 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
 # Besides the inputs both paths keep only the state before every FO_CHUNK-th step: `edges`, (T / FO_CHUNK rounded up, B, H). From these the
 # backward pass recomputes the steps in between. It never inverts the recurrence: c_(t-1) = (c_t - ..) / f_t is lost as soon as f is small.
 # Least traffic for N = B*T*H elements in bf16, gates fused: 8 N bytes forward (3 logits in, h out), 14 N backward (3 logits and dh in, 3
-# gradients out), and in each 4 N / FO_CHUNK = N / 4 more for the edges.
-FO_CHUNK = 16
+# gradients out), and in each 4 N / FO_CHUNK = N / 2 more for the edges.
+FO_CHUNK = 8
 
 
 def _fo_spans(B, T, H):
@@ -1258,8 +1258,8 @@ if triton is not None:
     @triton.jit
     def _fo_hand_on(c, p, q, s, S: tl.constexpr, D: tl.constexpr, BACK: tl.constexpr):
         "Warp s maps c -> p c + q, the first (BACK: the last) warp first -> what each warp gets, (S, D), what the last hands on, the product"
-        # side by side they go through shared memory at once
-        pq, got, prod = _fo_rows(tl.reshape(tl.permute(tl.join(p, q), (1, 0, 2)), (D, 2 * S)), 2 * S, D), tl.zeros_like(p), tl.zeros_like(c) + 1
+        pq = _fo_rows(tl.reshape(tl.permute(tl.join(p, q), (1, 0, 2)), (D, 2 * S)), 2 * S, D)  # in one trip through shared memory
+        got, prod = tl.zeros_like(p), tl.zeros_like(c) + 1
         for k in tl.static_range(S - 1 if BACK else 0, -1 if BACK else S, -1 if BACK else 1):
             got = tl.where(s == k, c[None, :], got)
             c, prod = pq[2 * k] * c + pq[2 * k + 1], prod * pq[2 * k]
@@ -1276,7 +1276,7 @@ if triton is not None:
     @triton.jit
     def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, sb, L, H: tl.constexpr,
                            ST: tl.constexpr, ACT: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr, PTX: tl.constexpr,
-                           U: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
+                           E: tl.constexpr, U: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
         """One program: D channels of one batch row, L steps from seg * L on. SUMMARY: it only computes the segment's map c -> prod(f) c + part,
         into sum (2, segments, B, H). SEGMENTED: it gets the state before its segment by composing the maps of the segments before it.
         ACT: inputs are logits. PTX: see _fo_sigmoid. Strides H and ST are constants: a step's address is then part of its instruction.
@@ -1301,7 +1301,7 @@ if triton is not None:
             c = _fo_compose(c, sum_ptr + row, B * H, segs * B * H, seg, live, U)
         n = tl.minimum(T - seg * L, L)
         t, left = (seg * L).to(tl.int64) + s * U, (n - s * U) * live[None, :].to(tl.int32)  # left (S, D): the interpreter cannot broadcast
-        at, to, edge = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], (t // U * B + b) * H + i[None, :]  # masks of scalars
+        at, to, edge = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], (t // E * B + b) * H + i[None, :]  # masks of scalars
         # One step in flight at a time would be bound by latency, 20 times off the memory's rate. So each step is loaded a round ahead, f and z
         # while the ones in their places are activated, o while h is written.
         fz, os = (), ()
@@ -1320,12 +1320,14 @@ if triton is not None:
             x, c, p = _fo_hand_on(c, p, q, s, S, D, False)
             prod *= p
             if not SUMMARY:
-                tl.store(edge_ptr + edge, x, left > 0)
                 for u in tl.static_range(U):
+                    if u % E == 0:
+                        tl.store(edge_ptr + edge, x, u < left)
+                        edge += B * H
                     x = fs[u] * x + gs[u]
                     tl.store(h_ptr + to + u * H, (_fo_sigmoid(os[u].to(dtype), ACT, PTX) * x).to(h_ptr.dtype.element_ty), u < left)
                     os_ahead = os_ahead + (tl.load(o_ptr + at + (u + W) * ST, u + W < left, 0.0),)
-            at, to, edge, left, fz, os = at + W * ST, to + W * H, edge + S * B * H, left - W, fz_ahead, os_ahead
+            at, to, edge, left, fz, os = at + W * ST, to + W * H, edge + (S - 1) * (U // E) * B * H, left - W, fz_ahead, os_ahead
         if SUMMARY:
             tl.store(sum_ptr + (seg * B + b) * H + i, prod, live)
             tl.store(sum_ptr + ((segs + seg) * B + b) * H + i, c, live)
@@ -1335,9 +1337,10 @@ if triton is not None:
     @triton.jit
     def _fo_backward_kernel(z_ptr, f_ptr, o_ptr, edge_ptr, dh_ptr, dc_last_ptr, dz_ptr, df_ptr, do_ptr, dc0_ptr, sum_ptr, B, T, sb, db, L,
                             H: tl.constexpr, ST: tl.constexpr, DT: tl.constexpr, ACT: tl.constexpr, SUMMARY: tl.constexpr,
-                            SEGMENTED: tl.constexpr, PTX: tl.constexpr, U: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
+                            SEGMENTED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, E: tl.constexpr, U: tl.constexpr,
+                            S: tl.constexpr, D: tl.constexpr):
         """As the forward kernel, but the rounds and the warps' turns are in reverse: the carry is e = f dc, a map e -> prod(f) e + part. A
-        warp walks its U steps forward, from its edge, for c and its map, and then back for dz and df."""
+        warp walks its U steps forward, from its edge, for c, do and its map, and then back for dz and df."""
         dtype: tl.constexpr = edge_ptr.dtype.element_ty
         G: tl.constexpr = dz_ptr.dtype.element_ty
         N: tl.constexpr = 1 if SUMMARY else 2
@@ -1360,7 +1363,7 @@ if triton is not None:
         chunks = tl.cdiv(n, W)
         t = (seg * L + (chunks - 1) * W).to(tl.int64) + s * U
         at, to, out = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], b * db + t * DT + i[None, :]  # z, f, o; dh; dz, df, do
-        edge = (t // U * B + b) * H + i[None, :]
+        edge = (t // E * B + b) * H + i[None, :]
         left = (tl.minimum(n - (chunks - 1) * W, n) - s * U) * live[None, :].to(tl.int32)  # a warp's steps below it are there, none if T = 0
         fz, og, c = (), (), tl.zeros((S, D), dtype)  # of the round whose turn is next: f and z; o and dh; the states before the warps' steps
         if not SUMMARY:
@@ -1369,11 +1372,9 @@ if triton is not None:
             fz = fz + _fo_load(f_ptr, z_ptr, at + u * ST, u < left, ACT, not SUMMARY)
             og = og + (tl.load(o_ptr + at + u * ST, u < left, 0.0), tl.load(dh_ptr + to + u * H, u < left, 0.0))
         for k in range(0, chunks):
-            fs, gs, dzs, dfs, fz_ahead, og_ahead, first = (), (), (), (), (), (), c
+            fs, gs, dzs, dfs, fz_ahead, og_ahead = (), (), (), (), (), ()
             more = (chunks - 1 - k) * (s + 1) * live[None, :].to(tl.int32) > 0
             p, q = tl.full((S, D), 1, dtype), tl.zeros((S, D), dtype)
-            if not SUMMARY:
-                first = tl.load(edge_ptr + edge - S * B * H, more, 0.0)
             for u in tl.static_range(U):
                 f, o, dh = _fo_sigmoid(fz[N * u].to(dtype), ACT, PTX), _fo_sigmoid(og[2 * u].to(dtype), ACT, PTX), og[2 * u + 1].to(dtype)
                 g = o * dh
@@ -1390,17 +1391,25 @@ if triton is not None:
                         do = do * (o * (1 - o))
                     tl.store(do_ptr + out + u * DT, do.to(G), u < left)
                     fs, gs, dzs, dfs = fs + (f,), gs + (g,), dzs + (dz,), dfs + (df,)
-                fz_ahead = fz_ahead + _fo_load(f_ptr, z_ptr, at + (u - W) * ST, more, ACT, not SUMMARY)
-                og_ahead = og_ahead + (tl.load(o_ptr + at + (u - W) * ST, more, 0.0), tl.load(dh_ptr + to + (u - W) * H, more, 0.0))
+                if EARLY:
+                    fz_ahead = fz_ahead + _fo_load(f_ptr, z_ptr, at + (u - W) * ST, more, ACT, not SUMMARY)
+                if EARLY == 2:
+                    og_ahead = og_ahead + (tl.load(o_ptr + at + (u - W) * ST, more, 0.0), tl.load(dh_ptr + to + (u - W) * H, more, 0.0))
             x, e, p = _fo_hand_on(e, p, q, s, S, D, True)
             prod *= p
             if not SUMMARY:
-                for u in tl.static_range(U - 1, -1, -1):
-                    dc = gs[u] + x
-                    x = fs[u] * dc
-                    tl.store(dz_ptr + out + u * DT, (dzs[u] * dc).to(G), u < left)
-                    tl.store(df_ptr + out + u * DT, (dfs[u] * dc).to(G), u < left)
-            at, to, out, edge, fz, og, c = at - W * ST, to - W * H, out - W * DT, edge - S * B * H, fz_ahead, og_ahead, first
+                c = tl.load(edge_ptr + edge - W // E * B * H, more, 0.0)
+            for u in tl.static_range(U):
+                if not SUMMARY:
+                    dc = gs[U - 1 - u] + x
+                    x = fs[U - 1 - u] * dc
+                    tl.store(dz_ptr + out + (U - 1 - u) * DT, (dzs[U - 1 - u] * dc).to(G), U - 1 - u < left)
+                    tl.store(df_ptr + out + (U - 1 - u) * DT, (dfs[U - 1 - u] * dc).to(G), U - 1 - u < left)
+                if not EARLY:
+                    fz_ahead = fz_ahead + _fo_load(f_ptr, z_ptr, at + (u - W) * ST, more, ACT, not SUMMARY)
+                if EARLY < 2:
+                    og_ahead = og_ahead + (tl.load(o_ptr + at + (u - W) * ST, more, 0.0), tl.load(dh_ptr + to + (u - W) * H, more, 0.0))
+            at, to, out, edge, fz, og = at - W * ST, to - W * H, out - W * DT, edge - W // E * B * H, fz_ahead, og_ahead
             left = U * (s + 1) * live[None, :].to(tl.int32)
         if SUMMARY:
             tl.store(sum_ptr + (seg * B + b) * H + i, prod, live)
@@ -1408,26 +1417,29 @@ if triton is not None:
         elif seg == 0:
             tl.store(dc0_ptr + row, e, live)
 
-    def _fo_shape(size):
-        "Steps of a warp in a round, warps and channels of a program, for inputs of so many bytes"
-        return dict(U=FO_CHUNK, S=4, D=32)
+    def _fo_shape(back):
+        """Of a program: E, steps from edge to edge, a divisor of U; U, steps of a warp in a round; S warps; D channels (S and D the same both
+        ways). EARLY, what is loaded for the next round while the warp walks its steps forward: nothing, f and z (1), o and dh too (2)."""
+        if back:  # keeps four numbers of each step for the walk back, so it takes half as many: with 16 it needs 136 registers
+            return dict(E=FO_CHUNK, U=FO_CHUNK, S=4, D=32, EARLY=1)
+        return dict(E=FO_CHUNK, U=2 * FO_CHUNK, S=4, D=32)
 
     def _fo_plan(z, f, o):
         """-> banks with equal strides and channels side by side (copies if need be), grid, steps of a segment, settings.
 
-        One program is a warp. Where B * H is 16384 or more they walk all of T, 32 channels each: in bf16 the 2 * 16 steps ahead are 3.1 MB
-        in flight, which is what hides a latency of 0.7 us at an H200's 4.8 TB/s. With fewer channels T is cut into at most 128 segments
-        of some 64 steps or more, up to some 131072 (channel, segment) pairs; a first launch then reads z and f (backward f, o and dh) for
-        each segment's map, in bf16 4 N (6 N) bytes more. There a program takes 64 channels in 16-bit, as two bf16 share each load and each
-        register of the 3 * 16 (4 * 16 backward) loads in flight. These bounds are calculated, not measured.
+        With one warp to 32 channels an H200 (November 2026, B 16, T 1024, H 1024 in bf16) reached 0.41 of a copy's rate forward and 0.46
+        backward: one warp on each scheduler, waiting for itself. Where B * H is 16384 or more the programs walk all of T; with fewer
+        channels it is cut into at most 128 segments, up to some 131072 (channel, warp) pairs; a first launch then reads z and f (backward
+        f, o and dh) for each segment's map, in bf16 4 N (6 N) bytes more. These bounds are calculated, not measured.
         """
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
             z, f, o = z.contiguous(), f.contiguous(), o.contiguous()
-        T, shape = max(T, 1), _fo_shape(z.element_size())  # no steps are one segment, too: c_last = c0 has to be written
-        round = shape["U"] * shape["S"]
-        segments = 1 if B * H >= 16384 else min(128, triton.cdiv(131072 // shape["S"], B * H), triton.cdiv(T, round))
-        length = triton.cdiv(triton.cdiv(T, segments), round) * round
+        T, shape = max(T, 1), _fo_shape(False)  # no steps are one segment, too: c_last = c0 has to be written
+        segments = 1 if B * H >= 16384 else min(128, triton.cdiv(131072, B * H * shape["S"]), triton.cdiv(T, 4 * FO_CHUNK))
+        length = triton.cdiv(T, segments)
+        whole = shape["U"] * shape["S"] if length > shape["U"] * shape["S"] else FO_CHUNK  # rounds, in which every warp has steps
+        length = triton.cdiv(length, whole) * whole
         segments = triton.cdiv(T, length)  # rounding length up can leave fewer
         ptx = z.is_cuda and torch.version.hip is None and z.dtype != torch.float64
         settings = dict(H=H, ST=z.stride(1), SEGMENTED=segments > 1, PTX=ptx, num_warps=shape["S"], enable_fp_fusion=True) | shape
@@ -1462,7 +1474,7 @@ if triton is not None:
         maps = edges.new_empty(2, grid[1], B, H) if grid[1] > 1 else edges
         dc_last = dc_last if dc_last is None else dc_last.contiguous()
         args = z, f, o, edges, dh.contiguous(), dc_last, dz, df, do, dc0, maps, B, T, z.stride(0), dz.stride(0), length
-        settings |= dict(DT=dz.stride(1), ACT=act)
+        settings |= dict(DT=dz.stride(1), ACT=act) | _fo_shape(True)
         with torch.cuda.device_of(z):
             if grid[1] > 1:
                 _fo_backward_kernel[grid](*args, SUMMARY=True, **settings | dict(SEGMENTED=False))
