@@ -824,13 +824,12 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     rows = f"*{dtype}"
     if kind.startswith("pool"):
         fn = kernels._fo_backward_kernel if kind == "pool backward" else kernels._fo_forward_kernel
-        warps = 1
-        plan = dict(ACT=True, SUMMARY=False, SEGMENTED=False, PTX=True, U=kernels.FO_CHUNK, H=1024, ST=3072, DT=3072) | flags
-        segmented = plan["SUMMARY"] or plan["SEGMENTED"]
-        plan["D"] = 64 if segmented and dtype != "fp32" else 32
+        plan = dict(ACT=True, SUMMARY=False, SEGMENTED=False, PTX=True, H=1024, ST=3072, DT=3072)
+        plan |= kernels._fo_shape("backward" in kind) | flags
+        warps = plan["S"]
         types = {n: "*fp32" if n.startswith(("c0", "c_last", "edge", "dc", "sum")) else rows if n.endswith("_ptr") else "i32"
                  for n in fn.arg_names}
-        elements, odd = plan["U"] * plan["D"] * (1 if segmented or "backward" in kind else 2), ("B", "T")
+        elements, odd = plan["U"] * plan["S"] * plan["D"], ("B", "T")
     else:
         plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind)
         plan = plan | dict(RMS=False) | flags

@@ -1079,8 +1079,8 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
 # Besides the inputs both paths keep only the state before every FO_CHUNK-th step: `edges`, (T / FO_CHUNK rounded up, B, H). From these the
 # backward pass recomputes the steps in between. It never inverts the recurrence: c_(t-1) = (c_t - ..) / f_t is lost as soon as f is small.
 # Least traffic for N = B*T*H elements in bf16, gates fused: 8 N bytes forward (3 logits in, h out), 14 N backward (3 logits and dh in, 3
-# gradients out), and in each 4 N / FO_CHUNK = N / 4 more for the edges.
-FO_CHUNK = 16
+# gradients out), and in each 4 N / FO_CHUNK = N / 2 more for the edges.
+FO_CHUNK = 8
 
 
 def _fo_spans(B, T, H):
@@ -1248,67 +1248,87 @@ if triton is not None:
         return c
 
     @triton.jit
-    def _fo_load(z_ptr, f_ptr, o_ptr, at, m, ACT: tl.constexpr, Z: tl.constexpr, O: tl.constexpr):
-        "One step's f, z if Z, o if O. Steps past T get f = 1, z = 0 and leave c alone."
+    def _fo_rows(x, S: tl.constexpr, D: tl.constexpr):
+        "(D, S) -> its S columns, (D,) each: what a warp each held before, all in every warp"
+        if S == 1:
+            return (tl.reshape(x, (D,)),)
+        else:
+            x, y = tl.split(tl.permute(tl.reshape(x, (D, 2, S // 2)), (0, 2, 1)))
+            return _fo_rows(x, S // 2, D) + _fo_rows(y, S // 2, D)
+
+    @triton.jit
+    def _fo_hand_on(c, p, q, s, S: tl.constexpr, D: tl.constexpr, BACK: tl.constexpr):
+        "Warp s maps c -> p c + q, the first (BACK: the last) warp first -> what each warp gets, (S, D), what the last hands on, the product"
+        pq = _fo_rows(tl.reshape(tl.permute(tl.join(p, q), (1, 0, 2)), (D, 2 * S)), 2 * S, D)  # in one trip through shared memory
+        got, prod = tl.zeros_like(p), tl.zeros_like(c) + 1
+        for k in tl.static_range(S - 1 if BACK else 0, -1 if BACK else S, -1 if BACK else 1):
+            got = tl.where(s == k, c[None, :], got)
+            c, prod = pq[2 * k] * c + pq[2 * k + 1], prod * pq[2 * k]
+        return got, c, prod
+
+    @triton.jit
+    def _fo_load(f_ptr, z_ptr, at, m, ACT: tl.constexpr, Z: tl.constexpr):
+        "One step's f, and z if Z. Steps past the end get f = 1, z = 0 and leave c alone."
         x = (tl.load(f_ptr + at, m, float("inf") if ACT else 1.0),)
         if Z:
             x = x + (tl.load(z_ptr + at, m, 0.0),)
-        if O:
-            x = x + (tl.load(o_ptr + at, m, 0.0),)
         return x
 
     @triton.jit
     def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, sb, L, H: tl.constexpr,
                            ST: tl.constexpr, ACT: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr, PTX: tl.constexpr,
-                           U: tl.constexpr, D: tl.constexpr):
+                           E: tl.constexpr, U: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
         """One program: D channels of one batch row, L steps from seg * L on. SUMMARY: it only computes the segment's map c -> prod(f) c + part,
         into sum (2, segments, B, H). SEGMENTED: it gets the state before its segment by composing the maps of the segments before it.
-        ACT: inputs are logits. PTX: see _fo_sigmoid. Strides H and ST are constants: a step's address is then part of its instruction."""
-        S: tl.constexpr = edge_ptr.dtype.element_ty
-        AHEAD: tl.constexpr = not (SUMMARY or SEGMENTED)
-        W: tl.constexpr = 2 * U if AHEAD else U  # steps a round
-        N: tl.constexpr = 2 if SUMMARY else 3  # banks
+        ACT: inputs are logits. PTX: see _fo_sigmoid. Strides H and ST are constants: a step's address is then part of its instruction.
+
+        Its S warps share the channels and cut each round of S * U steps among them, row s of a tile (S, D) being warp s: each finds the map
+        of its own U steps, gets from those before it the state it starts from, and walks its steps again, two instructions each."""
+        dtype: tl.constexpr = edge_ptr.dtype.element_ty
+        W: tl.constexpr = S * U
         seg, segs = tl.program_id(1), tl.num_programs(1)
         if SEGMENTED:
             seg = segs - 1 - seg  # from the end on, as the launch before read that last: some may still be in the cache
         b = (tl.program_id(0) // tl.cdiv(H, D)).to(tl.int64)
         i = tl.program_id(0) % tl.cdiv(H, D) * D + tl.arange(0, D)
+        s = tl.arange(0, S)[:, None]
         live = i < H
         row = b * H + i  # in a (B, H) tensor; row n of (N, B, H) is (n * B + b) * H + i
-        c = tl.zeros((D,), S)
+        c = tl.zeros((D,), dtype)
         prod = c + 1
         if c0_ptr is not None and not SUMMARY:
-            c = tl.load(c0_ptr + row, live, 0.0).to(S)
+            c = tl.load(c0_ptr + row, live, 0.0).to(dtype)
         if SEGMENTED:
             c = _fo_compose(c, sum_ptr + row, B * H, segs * B * H, seg, live, U)
-        t, left = (seg * L).to(tl.int64), (T - seg * L) * live.to(tl.int32)  # left (D,): the interpreter cannot broadcast masks of scalars
-        at, to, edge = b * sb + t * ST + i, (b * T + t) * H + i, (t // U * B + b) * H + i
-        # One step in flight at a time would be bound by latency, 20 times off the memory's rate. So in one walk over all of T each step is
-        # loaded 2 U steps ahead, when the one in its place is done with. A segment's loads go out a chunk at a time: its program shares
-        # the multiprocessor with others, which compute meanwhile.
-        x = ()
-        if AHEAD:
-            for u in tl.static_range(W):
-                x = x + _fo_load(z_ptr, f_ptr, o_ptr, at + u * ST, u < left, ACT, True, True)
-        for k in range(0, tl.cdiv(tl.minimum(T - seg * L, L), W)):
-            now, ahead = x, ()
-            if not AHEAD:
-                for u in tl.static_range(W):
-                    now = now + _fo_load(z_ptr, f_ptr, o_ptr, at + u * ST, u < left, ACT, True, not SUMMARY)
-            for u in tl.static_range(W):
-                if u % U == 0 and not SUMMARY:
-                    tl.store(edge_ptr + edge, c, u < left)
-                    edge += B * H
-                f, z = _fo_sigmoid(now[N * u].to(S), ACT, PTX), _fo_tanh(now[N * u + 1].to(S), ACT, PTX)
-                c = f * c + (1 - f) * z
-                if SUMMARY:
-                    prod = prod * f
-                else:
-                    o = _fo_sigmoid(now[N * u + 2].to(S), ACT, PTX)
-                    tl.store(h_ptr + to + u * H, (o * c).to(h_ptr.dtype.element_ty), u < left)
-                if AHEAD:
-                    ahead = ahead + _fo_load(z_ptr, f_ptr, o_ptr, at + (u + W) * ST, u + W < left, ACT, True, True)
-            at, to, left, x = at + W * ST, to + W * H, left - W, ahead
+        n = tl.minimum(T - seg * L, L)
+        t, left = (seg * L).to(tl.int64) + s * U, (n - s * U) * live[None, :].to(tl.int32)  # left (S, D): the interpreter cannot broadcast
+        at, to, edge = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], (t // E * B + b) * H + i[None, :]  # masks of scalars
+        # One step in flight at a time would be bound by latency, 20 times off the memory's rate. So each step is loaded a round ahead, f and z
+        # while the ones in their places are activated, o while h is written.
+        fz, os = (), ()
+        for u in tl.static_range(U):
+            fz = fz + _fo_load(f_ptr, z_ptr, at + u * ST, u < left, ACT, True)
+            if not SUMMARY:
+                os = os + (tl.load(o_ptr + at + u * ST, u < left, 0.0),)
+        for k in range(0, tl.cdiv(n, W)):
+            fs, gs, fz_ahead, os_ahead = (), (), (), ()
+            p, q = tl.full((S, D), 1, dtype), tl.zeros((S, D), dtype)
+            for u in tl.static_range(U):
+                f, z = _fo_sigmoid(fz[2 * u].to(dtype), ACT, PTX), _fo_tanh(fz[2 * u + 1].to(dtype), ACT, PTX)
+                fs, gs = fs + (f,), gs + ((1 - f) * z,)
+                p, q = p * f, f * q + gs[u]
+                fz_ahead = fz_ahead + _fo_load(f_ptr, z_ptr, at + (u + W) * ST, u + W < left, ACT, True)
+            x, c, p = _fo_hand_on(c, p, q, s, S, D, False)
+            prod *= p
+            if not SUMMARY:
+                for u in tl.static_range(U):
+                    if u % E == 0:
+                        tl.store(edge_ptr + edge, x, u < left)
+                        edge += B * H
+                    x = fs[u] * x + gs[u]
+                    tl.store(h_ptr + to + u * H, (_fo_sigmoid(os[u].to(dtype), ACT, PTX) * x).to(h_ptr.dtype.element_ty), u < left)
+                    os_ahead = os_ahead + (tl.load(o_ptr + at + (u + W) * ST, u + W < left, 0.0),)
+            at, to, edge, left, fz, os = at + W * ST, to + W * H, edge + (S - 1) * (U // E) * B * H, left - W, fz_ahead, os_ahead
         if SUMMARY:
             tl.store(sum_ptr + (seg * B + b) * H + i, prod, live)
             tl.store(sum_ptr + ((segs + seg) * B + b) * H + i, c, live)
@@ -1318,107 +1338,113 @@ if triton is not None:
     @triton.jit
     def _fo_backward_kernel(z_ptr, f_ptr, o_ptr, edge_ptr, dh_ptr, dc_last_ptr, dz_ptr, df_ptr, do_ptr, dc0_ptr, sum_ptr, B, T, sb, db, L,
                             H: tl.constexpr, ST: tl.constexpr, DT: tl.constexpr, ACT: tl.constexpr, SUMMARY: tl.constexpr,
-                            SEGMENTED: tl.constexpr, PTX: tl.constexpr, U: tl.constexpr, D: tl.constexpr):
-        """As the forward kernel, in reverse, chunk by chunk: the carry is e = f dc, a segment's map e -> prod(f) e + part. In one walk over
-        all of T a chunk's f and z are loaded a chunk ahead, its o and dh when those in their places are done with."""
-        S: tl.constexpr = edge_ptr.dtype.element_ty
+                            SEGMENTED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, E: tl.constexpr, U: tl.constexpr,
+                            S: tl.constexpr, D: tl.constexpr):
+        """As the forward kernel, but the rounds and the warps' turns are in reverse: the carry is e = f dc, a map e -> prod(f) e + part. A
+        warp walks its U steps forward, from its edge, for c, do and its map, and then back for dz and df."""
+        dtype: tl.constexpr = edge_ptr.dtype.element_ty
         G: tl.constexpr = dz_ptr.dtype.element_ty
-        AHEAD: tl.constexpr = not (SUMMARY or SEGMENTED)
         N: tl.constexpr = 1 if SUMMARY else 2
+        W: tl.constexpr = S * U
         seg, segs = tl.program_id(1), tl.num_programs(1)
         if not SEGMENTED:
             seg = segs - 1 - seg
         b = (tl.program_id(0) // tl.cdiv(H, D)).to(tl.int64)
         i = tl.program_id(0) % tl.cdiv(H, D) * D + tl.arange(0, D)
+        s = tl.arange(0, S)[:, None]
         live = i < H
         row = b * H + i
-        e = tl.zeros((D,), S)
+        e = tl.zeros((D,), dtype)
         prod = e + 1
         if dc_last_ptr is not None and not SUMMARY:
-            e = tl.load(dc_last_ptr + row, live, 0.0).to(S)
+            e = tl.load(dc_last_ptr + row, live, 0.0).to(dtype)
         if SEGMENTED:
             e = _fo_compose(e, sum_ptr + (segs - 1) * B * H + row, -B * H, segs * B * H, segs - 1 - seg, live, U)
-        chunks = tl.cdiv(tl.minimum(T - seg * L, L), U)
-        t = (seg * L + (chunks - 1) * U).to(tl.int64)
-        at, to, out = b * sb + t * ST + i, (b * T + t) * H + i, b * db + t * DT + i  # in z, f, o; in dh; in dz, df, do
-        edge = (t // U * B + b) * H + i
-        left = tl.minimum(T - t, T).to(tl.int32) * live.to(tl.int32)  # (D,): the chunk's steps below it are there, none if T = 0
-        x, y, first = (), (), e  # of the chunk whose turn is next: f and z; o and dh; the state before it
-        if AHEAD:
-            first = tl.load(edge_ptr + edge, left > 0, 0.0)
-            for u in tl.static_range(U):
-                x = x + _fo_load(z_ptr, f_ptr, o_ptr, at + u * ST, u < left, ACT, True, False)
-                y = y + (tl.load(o_ptr + at + u * ST, u < left, 0.0), tl.load(dh_ptr + to + u * H, u < left, 0.0))
+        n = tl.minimum(T - seg * L, L)
+        chunks = tl.cdiv(n, W)
+        t = (seg * L + (chunks - 1) * W).to(tl.int64) + s * U
+        at, to, out = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], b * db + t * DT + i[None, :]  # z, f, o; dh; dz, df, do
+        edge = (t // E * B + b) * H + i[None, :]
+        left = (tl.minimum(n - (chunks - 1) * W, n) - s * U) * live[None, :].to(tl.int32)  # a warp's steps below it are there, none if T = 0
+        fz, og, c = (), (), tl.zeros((S, D), dtype)  # of the round whose turn is next: f and z; o and dh; the states before the warps' steps
+        if not SUMMARY:
+            c = tl.load(edge_ptr + edge, left > 0, 0.0)
+        for u in tl.static_range(U):
+            fz = fz + _fo_load(f_ptr, z_ptr, at + u * ST, u < left, ACT, not SUMMARY)
+            og = og + (tl.load(o_ptr + at + u * ST, u < left, 0.0), tl.load(dh_ptr + to + u * H, u < left, 0.0))
         for k in range(0, chunks):
-            fz, og, fz_ahead, og_ahead, c = x, y, (), (), first
-            more = (chunks - 1 - k) * live.to(tl.int32) > 0
-            if AHEAD:
-                first = tl.load(edge_ptr + edge - B * H, more, 0.0)
-                for u in tl.static_range(U):
-                    fz_ahead = fz_ahead + _fo_load(z_ptr, f_ptr, o_ptr, at + (u - U) * ST, more, ACT, True, False)
-            else:
+            fs, gs, dzs, dfs, fz_ahead, og_ahead = (), (), (), (), (), ()
+            more = (chunks - 1 - k) * (s + 1) * live[None, :].to(tl.int32) > 0
+            p, q = tl.full((S, D), 1, dtype), tl.zeros((S, D), dtype)
+            for u in tl.static_range(U):
+                f, o, dh = _fo_sigmoid(fz[N * u].to(dtype), ACT, PTX), _fo_sigmoid(og[2 * u].to(dtype), ACT, PTX), og[2 * u + 1].to(dtype)
+                g = o * dh
+                p *= f
+                q += p * g
                 if not SUMMARY:
-                    c = tl.load(edge_ptr + edge, live, 0.0)
-                for u in tl.static_range(U):
-                    fz = fz + _fo_load(z_ptr, f_ptr, o_ptr, at + u * ST, u < left, ACT, not SUMMARY, False)
-                    og = og + (tl.load(o_ptr + at + u * ST, u < left, 0.0), tl.load(dh_ptr + to + u * H, u < left, 0.0))
-            cs = ()
-            if not SUMMARY:
-                for u in tl.static_range(U):
-                    f, z = _fo_sigmoid(fz[2 * u].to(S), ACT, PTX), _fo_tanh(fz[2 * u + 1].to(S), ACT, PTX)
-                    cs = cs + (c,)
-                    c = f * c + (1 - f) * z
-            # f and z are written out a second time below; the compiler sees that they are the same and keeps the first
-            for u in tl.static_range(U - 1, -1, -1):
-                f, o = _fo_sigmoid(fz[N * u].to(S), ACT, PTX), _fo_sigmoid(og[2 * u].to(S), ACT, PTX)
-                dh = og[2 * u + 1].to(S)
-                dc = o * dh + e
-                e = f * dc
-                if SUMMARY:
-                    prod = prod * f
-                else:
-                    z = _fo_tanh(fz[N * u + 1].to(S), ACT, PTX)
-                    dz = (1 - f) * dc
-                    df = (cs[u] - z) * dc
+                    z = _fo_tanh(fz[2 * u + 1].to(dtype), ACT, PTX)
+                    dz, df = 1 - f, c - z  # times dc, once that is known
+                    c = f * c + dz * z
                     do = dh * c
                     if ACT:
+                        df = df * (f * dz)
                         dz = dz * (1 - z * z)
-                        df = df * (f * (1 - f))
                         do = do * (o * (1 - o))
-                    c = cs[u]
-                    tl.store(dz_ptr + out + u * DT, dz.to(G), u < left)
-                    tl.store(df_ptr + out + u * DT, df.to(G), u < left)
                     tl.store(do_ptr + out + u * DT, do.to(G), u < left)
-                if AHEAD:
-                    og_ahead = (tl.load(o_ptr + at + (u - U) * ST, more, 0.0), tl.load(dh_ptr + to + (u - U) * H, more, 0.0)) + og_ahead
-            at, to, out, edge = at - U * ST, to - U * H, out - U * DT, edge - B * H
-            left, x, y = U * live.to(tl.int32), fz_ahead, og_ahead
+                    fs, gs, dzs, dfs = fs + (f,), gs + (g,), dzs + (dz,), dfs + (df,)
+                if EARLY:
+                    fz_ahead = fz_ahead + _fo_load(f_ptr, z_ptr, at + (u - W) * ST, more, ACT, not SUMMARY)
+                if EARLY == 2:
+                    og_ahead = og_ahead + (tl.load(o_ptr + at + (u - W) * ST, more, 0.0), tl.load(dh_ptr + to + (u - W) * H, more, 0.0))
+            x, e, p = _fo_hand_on(e, p, q, s, S, D, True)
+            prod *= p
+            if not SUMMARY:
+                c = tl.load(edge_ptr + edge - W // E * B * H, more, 0.0)
+            for u in tl.static_range(U):
+                if not SUMMARY:
+                    dc = gs[U - 1 - u] + x
+                    x = fs[U - 1 - u] * dc
+                    tl.store(dz_ptr + out + (U - 1 - u) * DT, (dzs[U - 1 - u] * dc).to(G), U - 1 - u < left)
+                    tl.store(df_ptr + out + (U - 1 - u) * DT, (dfs[U - 1 - u] * dc).to(G), U - 1 - u < left)
+                if not EARLY:
+                    fz_ahead = fz_ahead + _fo_load(f_ptr, z_ptr, at + (u - W) * ST, more, ACT, not SUMMARY)
+                if EARLY < 2:
+                    og_ahead = og_ahead + (tl.load(o_ptr + at + (u - W) * ST, more, 0.0), tl.load(dh_ptr + to + (u - W) * H, more, 0.0))
+            at, to, out, edge, fz, og = at - W * ST, to - W * H, out - W * DT, edge - W // E * B * H, fz_ahead, og_ahead
+            left = U * (s + 1) * live[None, :].to(tl.int32)
         if SUMMARY:
             tl.store(sum_ptr + (seg * B + b) * H + i, prod, live)
             tl.store(sum_ptr + ((segs + seg) * B + b) * H + i, e, live)
         elif seg == 0:
             tl.store(dc0_ptr + row, e, live)
 
+    def _fo_shape(back):
+        """Of a program: E, steps from edge to edge, a divisor of U; U, steps of a warp in a round; S warps; D channels (S and D the same both
+        ways). EARLY, what is loaded for the next round while the warp walks its steps forward: nothing, f and z (1), o and dh too (2)."""
+        if back:  # keeps four numbers of each step for the walk back, so it takes half as many: with 16 it needs 136 registers
+            return dict(E=FO_CHUNK, U=FO_CHUNK, S=4, D=32, EARLY=1)
+        return dict(E=FO_CHUNK, U=2 * FO_CHUNK, S=4, D=32)
+
     def _fo_plan(z, f, o):
         """-> banks with equal strides and channels side by side (copies if need be), grid, steps of a segment, settings.
 
-        One program is a warp. Where B * H is 16384 or more they walk all of T, 32 channels each: in bf16 the 2 * 16 steps ahead are 3.1 MB
-        in flight, which is what hides a latency of 0.7 us at an H200's 4.8 TB/s. With fewer channels T is cut into at most 128 segments
-        of some 64 steps or more, up to some 131072 (channel, segment) pairs; a first launch then reads z and f (backward f, o and dh) for
-        each segment's map, in bf16 4 N (6 N) bytes more. There a program takes 64 channels in 16-bit, as two bf16 share each load and each
-        register of the 3 * 16 (4 * 16 backward) loads in flight. These bounds are calculated, not measured.
+        With one warp to 32 channels an H200 (November 2026, B 16, T 1024, H 1024 in bf16) reached 0.41 of a copy's rate forward and 0.46
+        backward: one warp on each scheduler, waiting for itself. Where B * H is 16384 or more the programs walk all of T; with fewer
+        channels it is cut into at most 128 segments, up to some 131072 (channel, warp) pairs; a first launch then reads z and f (backward
+        f, o and dh) for each segment's map, in bf16 4 N (6 N) bytes more. These bounds are calculated, not measured.
         """
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
             z, f, o = z.contiguous(), f.contiguous(), o.contiguous()
-        T = max(T, 1)  # no steps are one segment, too: c_last = c0 has to be written
-        segments = 1 if B * H >= 16384 else min(128, triton.cdiv(131072, B * H), triton.cdiv(T, 4 * FO_CHUNK))
-        length = triton.cdiv(triton.cdiv(T, segments), FO_CHUNK) * FO_CHUNK
+        T, shape = max(T, 1), _fo_shape(False)  # no steps are one segment, too: c_last = c0 has to be written
+        segments = 1 if B * H >= 16384 else min(128, triton.cdiv(131072, B * H * shape["S"]), triton.cdiv(T, 4 * FO_CHUNK))
+        length = triton.cdiv(T, segments)
+        whole = shape["U"] * shape["S"] if length > shape["U"] * shape["S"] else FO_CHUNK  # rounds, in which every warp has steps
+        length = triton.cdiv(length, whole) * whole
         segments = triton.cdiv(T, length)  # rounding length up can leave fewer
-        D = 64 if z.element_size() == 2 and segments > 1 else 32
         ptx = z.is_cuda and torch.version.hip is None and z.dtype != torch.float64
-        settings = dict(H=H, ST=z.stride(1), SEGMENTED=segments > 1, PTX=ptx, U=FO_CHUNK, D=D, num_warps=1, enable_fp_fusion=True)
-        return z, f, o, (triton.cdiv(H, D) * B, segments), length, settings
+        settings = dict(H=H, ST=z.stride(1), SEGMENTED=segments > 1, PTX=ptx, num_warps=shape["S"], enable_fp_fusion=True) | shape
+        return z, f, o, (triton.cdiv(H, shape["D"]) * B, segments), length, settings
 
     def _fo_forward_triton(z, f, o, c0, act):
         """_fo_forward_torch on a GPU; on a CPU too, if TRITON_INTERPRET=1 was set before the import."""
@@ -1449,7 +1475,7 @@ if triton is not None:
         maps = edges.new_empty(2, grid[1], B, H) if grid[1] > 1 else edges
         dc_last = dc_last if dc_last is None else dc_last.contiguous()
         args = z, f, o, edges, dh.contiguous(), dc_last, dz, df, do, dc0, maps, B, T, z.stride(0), dz.stride(0), length
-        settings |= dict(DT=dz.stride(1), ACT=act)
+        settings |= dict(DT=dz.stride(1), ACT=act) | _fo_shape(True)
         with torch.cuda.device_of(z):
             if grid[1] > 1:
                 _fo_backward_kernel[grid](*args, SUMMARY=True, **settings | dict(SEGMENTED=False))

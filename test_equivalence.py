@@ -5671,7 +5671,7 @@ HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more)
                       (66, 100, "bf16", 1536, True)],
     "norm few": [(42, 90, "bf16", 768, False), (38, 80, "bf16", 768, True), (38, 100, "bf16", 768, True)]
 }.items() for most, sm, dtype, d, *more in rows]
-POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((136, "pool"), (216, "pool backward"))  # most registers
+POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((128, "pool"), (128, "pool backward"))  # most registers
              for sm, dtype, *flags in ((90, "bf16"), (100, "bf16"), (80, "fp32"), (90, "bf16", "ACT"), (90, "bf16", "SUMMARY"),
                                        (80, "fp32", "SUMMARY"), (90, "bf16", "SEGMENTED"), (100, "fp16", "SEGMENTED"),
                                        (90, "fp32", "SEGMENTED"))]
@@ -5727,17 +5727,18 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compiled):
 
 @needs_triton
 def test_fopool_machine_code_has_no_spills_and_few_instructions(compiled):
-    "No stack, no shared memory, registers under a ceiling; in segments no load narrower than the 4 bytes that a thread takes of each step"
+    "No stack, registers few enough for four programs on a multiprocessor, one trip through shared memory a round: two barriers"
     for what in POOL_CODE:
         (ceiling, kind, _, dtype, *_, flag), code = what, compiled[what].result()
         loads, back = [op for op in code.ops if op.startswith("LDG.E")], kind == "pool backward"
         print(what, f"the loop {code.loop:.1f} instructions an element, {code.far} far, {code.registers} registers, {len(loads)} loads")
-        assert code.stack == code.shared == 0 and code.registers <= ceiling and not any(op.startswith(("LDL", "STL")) for op in code.ops)
-        assert flag not in ("SUMMARY", "SEGMENTED") or not any(re.search(r"\.[US](8|16)\b", op) for op in loads)
-        ahead = 1 if flag in ("SUMMARY", "SEGMENTED") else 2 if back else 4  # chunks that are loaded before the loop and in it
-        assert len(loads) >= ahead * (3 + back - (flag == "SUMMARY")) * kernels.FO_CHUNK
-        assert code.loop <= {"SUMMARY": 20, "SEGMENTED": 51 if back else 31, "ACT": 33 if back else 19}.get(flag, 52 if back else 33)
-        assert code.far >= {"SUMMARY": 18 if back else 32, "SEGMENTED": 41 if back else 53}.get(flag, 75 if back else 197)  # 64-bit offsets
+        assert code.stack == 0 and not any(op.startswith(("LDL", "STL")) for op in code.ops)
+        assert code.registers <= ceiling + 16 * (flag == "SEGMENTED")  # Triton 3.9 takes 137 forward
+        assert code.shared == 8 * code.plan["S"] * code.plan["D"] and sum(op.startswith("BAR") for op in code.ops) == 2
+        # every step is loaded before the loop and, a round ahead, in it
+        assert len(loads) >= 2 * (3 + back - (flag == "SUMMARY")) * code.plan["U"]
+        assert code.loop <= {"SUMMARY": 30, "ACT": 46 if back else 29}.get(flag, 66 if back else 43)
+        assert code.far >= (20 if flag == "SUMMARY" else 43 if back else 71)  # 64-bit offsets
 
 
 # -----------------------------------------------------------------------------
