@@ -824,9 +824,9 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     rows = f"*{dtype}"
     if kind.startswith("pool"):
         fn = kernels._fo_backward_kernel if kind == "pool backward" else kernels._fo_forward_kernel
-        plan = dict(ACT=True, SUMMARY=False, SEGMENTED=False, PTX=True, H=1024, ST=3072, DT=3072)
-        plan |= kernels._fo_shape("backward" in kind) | flags
-        warps = plan["S"]
+        warps = kernels.FO_WARPS
+        plan = dict(ACT=True, SUMMARY=False, SEGMENTED=False, PTX=True, U=kernels.FO_CHUNK, S=warps, D=kernels.FO_CHANNELS, H=1024, ST=3072,
+                    DT=3072) | flags
         types = {n: "*fp32" if n.startswith(("c0", "c_last", "edge", "dc", "sum")) else rows if n.endswith("_ptr") else "i32"
                  for n in fn.arg_names}
         elements, odd = plan["U"] * plan["S"] * plan["D"], ("B", "T")

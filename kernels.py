@@ -716,15 +716,18 @@ def _multiprocessors(device):  # the interpreter has as many as an H200
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _programs(N, plan, warps, device):
-    "How many a kernel that sums over rows is given: 8 warps or more a multiprocessor, but no more than fit, or the last would run alone"
-    return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, 8 // warps))
+def _programs(N, plan, warps, device, kind):
+    """How many a kernel that sums over rows is given: as many as a multiprocessor's registers hold, 8 warps of 255 or 12 of 168 a thread, as
+    more would run after the others, alone"""
+    numbers = plan["R"] * plan["W"] * plan["M"] * plan["P"] // (32 * warps)  # of a thread, a tensor
+    most = 32 if kind == "backward" else 0 if plan["INNER"] else 48 if kind == "grads" else 16
+    return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, (12 if numbers <= most else 8) // warps))
 
 
 def _norm_backward_triton(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only):
     (N, d), (x, out, dout, dnormed, alpha, weight) = x.shape, _row_major(x, out, dout, dnormed, alpha, weight)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "norm backward")
-    dresidual, dx, programs = torch.empty_like(out), torch.empty_like(x), _programs(N, plan, warps, x.device)
+    dresidual, dx, programs = torch.empty_like(out), torch.empty_like(x), _programs(N, plan, warps, x.device, "norm backward")
     partial = torch.empty(4, programs, d, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         _hadamard_norm_backward_kernel[(programs,)](x, out, stats, dout, dnormed, dresidual, dx, *partial[:3],
@@ -736,8 +739,9 @@ def _norm_backward_triton(x, out, stats, dout, dnormed, alpha, weight, has_shift
 def _grads_triton(x, dy, scale, n_head, heads_only, alpha=None):
     "-> (dalpha, dbeta); given alpha, dx before them"
     (N, d), (x, dy, alpha) = x.shape, _row_major(x, dy, alpha)
-    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "grads" if alpha is None else "backward")
-    programs, dx = _programs(N, plan, warps, x.device), None if alpha is None else torch.empty_like(x)
+    kind = "grads" if alpha is None else "backward"
+    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, kind)
+    programs, dx = _programs(N, plan, warps, x.device, kind), None if alpha is None else torch.empty_like(x)
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, dx, alpha, partial[0], partial[1], N, scale, **plan, num_warps=warps,
@@ -1079,8 +1083,8 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
 # Besides the inputs both paths keep only the state before every FO_CHUNK-th step: `edges`, (T / FO_CHUNK rounded up, B, H). From these the
 # backward pass recomputes the steps in between. It never inverts the recurrence: c_(t-1) = (c_t - ..) / f_t is lost as soon as f is small.
 # Least traffic for N = B*T*H elements in bf16, gates fused: 8 N bytes forward (3 logits in, h out), 14 N backward (3 logits and dh in, 3
-# gradients out), and in each 4 N / FO_CHUNK = N / 2 more for the edges.
-FO_CHUNK = 8
+# gradients out), and in each 4 N / FO_CHUNK = N / 4 more for the edges.
+FO_CHUNK = 16
 
 
 def _fo_spans(B, T, H):
@@ -1277,7 +1281,7 @@ if triton is not None:
     @triton.jit
     def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, sb, L, H: tl.constexpr,
                            ST: tl.constexpr, ACT: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr, PTX: tl.constexpr,
-                           E: tl.constexpr, U: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
+                           U: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
         """One program: D channels of one batch row, L steps from seg * L on. SUMMARY: it only computes the segment's map c -> prod(f) c + part,
         into sum (2, segments, B, H). SEGMENTED: it gets the state before its segment by composing the maps of the segments before it.
         ACT: inputs are logits. PTX: see _fo_sigmoid. Strides H and ST are constants: a step's address is then part of its instruction.
@@ -1302,7 +1306,7 @@ if triton is not None:
             c = _fo_compose(c, sum_ptr + row, B * H, segs * B * H, seg, live, U)
         n = tl.minimum(T - seg * L, L)
         t, left = (seg * L).to(tl.int64) + s * U, (n - s * U) * live[None, :].to(tl.int32)  # left (S, D): the interpreter cannot broadcast
-        at, to, edge = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], (t // E * B + b) * H + i[None, :]  # masks of scalars
+        at, to, edge = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], (t // U * B + b) * H + i[None, :]  # masks of scalars
         # One step in flight at a time would be bound by latency, 20 times off the memory's rate. So each step is loaded a round ahead, f and z
         # while the ones in their places are activated, o while h is written.
         fz, os = (), ()
@@ -1321,14 +1325,12 @@ if triton is not None:
             x, c, p = _fo_hand_on(c, p, q, s, S, D, False)
             prod *= p
             if not SUMMARY:
+                tl.store(edge_ptr + edge, x, left > 0)
                 for u in tl.static_range(U):
-                    if u % E == 0:
-                        tl.store(edge_ptr + edge, x, u < left)
-                        edge += B * H
                     x = fs[u] * x + gs[u]
                     tl.store(h_ptr + to + u * H, (_fo_sigmoid(os[u].to(dtype), ACT, PTX) * x).to(h_ptr.dtype.element_ty), u < left)
                     os_ahead = os_ahead + (tl.load(o_ptr + at + (u + W) * ST, u + W < left, 0.0),)
-            at, to, edge, left, fz, os = at + W * ST, to + W * H, edge + (S - 1) * (U // E) * B * H, left - W, fz_ahead, os_ahead
+            at, to, edge, left, fz, os = at + W * ST, to + W * H, edge + S * B * H, left - W, fz_ahead, os_ahead
         if SUMMARY:
             tl.store(sum_ptr + (seg * B + b) * H + i, prod, live)
             tl.store(sum_ptr + ((segs + seg) * B + b) * H + i, c, live)
@@ -1338,8 +1340,7 @@ if triton is not None:
     @triton.jit
     def _fo_backward_kernel(z_ptr, f_ptr, o_ptr, edge_ptr, dh_ptr, dc_last_ptr, dz_ptr, df_ptr, do_ptr, dc0_ptr, sum_ptr, B, T, sb, db, L,
                             H: tl.constexpr, ST: tl.constexpr, DT: tl.constexpr, ACT: tl.constexpr, SUMMARY: tl.constexpr,
-                            SEGMENTED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, E: tl.constexpr, U: tl.constexpr,
-                            S: tl.constexpr, D: tl.constexpr):
+                            SEGMENTED: tl.constexpr, PTX: tl.constexpr, U: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
         """As the forward kernel, but the rounds and the warps' turns are in reverse: the carry is e = f dc, a map e -> prod(f) e + part. A
         warp walks its U steps forward, from its edge, for c, do and its map, and then back for dz and df."""
         dtype: tl.constexpr = edge_ptr.dtype.element_ty
@@ -1364,7 +1365,7 @@ if triton is not None:
         chunks = tl.cdiv(n, W)
         t = (seg * L + (chunks - 1) * W).to(tl.int64) + s * U
         at, to, out = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], b * db + t * DT + i[None, :]  # z, f, o; dh; dz, df, do
-        edge = (t // E * B + b) * H + i[None, :]
+        edge = (t // U * B + b) * H + i[None, :]
         left = (tl.minimum(n - (chunks - 1) * W, n) - s * U) * live[None, :].to(tl.int32)  # a warp's steps below it are there, none if T = 0
         fz, og, c = (), (), tl.zeros((S, D), dtype)  # of the round whose turn is next: f and z; o and dh; the states before the warps' steps
         if not SUMMARY:
@@ -1392,25 +1393,19 @@ if triton is not None:
                         do = do * (o * (1 - o))
                     tl.store(do_ptr + out + u * DT, do.to(G), u < left)
                     fs, gs, dzs, dfs = fs + (f,), gs + (g,), dzs + (dz,), dfs + (df,)
-                if EARLY:
-                    fz_ahead = fz_ahead + _fo_load(f_ptr, z_ptr, at + (u - W) * ST, more, ACT, not SUMMARY)
-                if EARLY == 2:
-                    og_ahead = og_ahead + (tl.load(o_ptr + at + (u - W) * ST, more, 0.0), tl.load(dh_ptr + to + (u - W) * H, more, 0.0))
             x, e, p = _fo_hand_on(e, p, q, s, S, D, True)
             prod *= p
             if not SUMMARY:
-                c = tl.load(edge_ptr + edge - W // E * B * H, more, 0.0)
+                c = tl.load(edge_ptr + edge - S * B * H, more, 0.0)
             for u in tl.static_range(U):
                 if not SUMMARY:
                     dc = gs[U - 1 - u] + x
                     x = fs[U - 1 - u] * dc
                     tl.store(dz_ptr + out + (U - 1 - u) * DT, (dzs[U - 1 - u] * dc).to(G), U - 1 - u < left)
                     tl.store(df_ptr + out + (U - 1 - u) * DT, (dfs[U - 1 - u] * dc).to(G), U - 1 - u < left)
-                if not EARLY:
-                    fz_ahead = fz_ahead + _fo_load(f_ptr, z_ptr, at + (u - W) * ST, more, ACT, not SUMMARY)
-                if EARLY < 2:
-                    og_ahead = og_ahead + (tl.load(o_ptr + at + (u - W) * ST, more, 0.0), tl.load(dh_ptr + to + (u - W) * H, more, 0.0))
-            at, to, out, edge, fz, og = at - W * ST, to - W * H, out - W * DT, edge - W // E * B * H, fz_ahead, og_ahead
+                fz_ahead = fz_ahead + _fo_load(f_ptr, z_ptr, at + (u - W) * ST, more, ACT, not SUMMARY)
+                og_ahead = og_ahead + (tl.load(o_ptr + at + (u - W) * ST, more, 0.0), tl.load(dh_ptr + to + (u - W) * H, more, 0.0))
+            at, to, out, edge, fz, og = at - W * ST, to - W * H, out - W * DT, edge - S * B * H, fz_ahead, og_ahead
             left = U * (s + 1) * live[None, :].to(tl.int32)
         if SUMMARY:
             tl.store(sum_ptr + (seg * B + b) * H + i, prod, live)
@@ -1418,12 +1413,8 @@ if triton is not None:
         elif seg == 0:
             tl.store(dc0_ptr + row, e, live)
 
-    def _fo_shape(back):
-        """Of a program: E, steps from edge to edge, a divisor of U; U, steps of a warp in a round; S warps; D channels (S and D the same both
-        ways). EARLY, what is loaded for the next round while the warp walks its steps forward: nothing, f and z (1), o and dh too (2)."""
-        if back:  # keeps four numbers of each step for the walk back, so it takes half as many: with 16 it needs 136 registers
-            return dict(E=FO_CHUNK, U=FO_CHUNK, S=4, D=32, EARLY=1)
-        return dict(E=FO_CHUNK, U=2 * FO_CHUNK, S=4, D=32)
+    FO_WARPS, FO_CHANNELS = 4, 32  # of a program. On an H200 (B 16, T 1024, H 1024, bf16) 8 warps or 64 channels were no faster, nor, in the
+    # backward pass, half as many steps or loads begun earlier
 
     def _fo_plan(z, f, o):
         """-> banks with equal strides and channels side by side (copies if need be), grid, steps of a segment, settings.
@@ -1436,15 +1427,15 @@ if triton is not None:
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
             z, f, o = z.contiguous(), f.contiguous(), o.contiguous()
-        T, shape = max(T, 1), _fo_shape(False)  # no steps are one segment, too: c_last = c0 has to be written
-        segments = 1 if B * H >= 16384 else min(128, triton.cdiv(131072, B * H * shape["S"]), triton.cdiv(T, 4 * FO_CHUNK))
+        T, S, D = max(T, 1), FO_WARPS, FO_CHANNELS  # no steps are one segment, too: c_last = c0 has to be written
+        segments = 1 if B * H >= 16384 else min(128, triton.cdiv(131072, B * H * S), triton.cdiv(T, 4 * FO_CHUNK))
         length = triton.cdiv(T, segments)
-        whole = shape["U"] * shape["S"] if length > shape["U"] * shape["S"] else FO_CHUNK  # rounds, in which every warp has steps
+        whole = FO_CHUNK * S if length > FO_CHUNK * S else FO_CHUNK  # rounds, in which every warp has steps
         length = triton.cdiv(length, whole) * whole
         segments = triton.cdiv(T, length)  # rounding length up can leave fewer
         ptx = z.is_cuda and torch.version.hip is None and z.dtype != torch.float64
-        settings = dict(H=H, ST=z.stride(1), SEGMENTED=segments > 1, PTX=ptx, num_warps=shape["S"], enable_fp_fusion=True) | shape
-        return z, f, o, (triton.cdiv(H, shape["D"]) * B, segments), length, settings
+        settings = dict(H=H, ST=z.stride(1), SEGMENTED=segments > 1, PTX=ptx, U=FO_CHUNK, S=S, D=D, num_warps=S, enable_fp_fusion=True)
+        return z, f, o, (triton.cdiv(H, D) * B, segments), length, settings
 
     def _fo_forward_triton(z, f, o, c0, act):
         """_fo_forward_torch on a GPU; on a CPU too, if TRITON_INTERPRET=1 was set before the import."""
@@ -1475,7 +1466,7 @@ if triton is not None:
         maps = edges.new_empty(2, grid[1], B, H) if grid[1] > 1 else edges
         dc_last = dc_last if dc_last is None else dc_last.contiguous()
         args = z, f, o, edges, dh.contiguous(), dc_last, dz, df, do, dc0, maps, B, T, z.stride(0), dz.stride(0), length
-        settings |= dict(DT=dz.stride(1), ACT=act) | _fo_shape(True)
+        settings |= dict(DT=dz.stride(1), ACT=act)
         with torch.cuda.device_of(z):
             if grid[1] > 1:
                 _fo_backward_kernel[grid](*args, SUMMARY=True, **settings | dict(SEGMENTED=False))

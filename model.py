@@ -600,7 +600,8 @@ def captured(work, device, keep=(), pool=None):
     if device.type != "cuda":
         return work
     with torch.cuda.device(device):
-        before, side = [t.clone() for t in keep], side_stream(torch.cuda.current_device())
+        # detached: what adds up a parameter's gradient stays on the stream where the parameter was first used, and so would not be recorded
+        before, side = [t.detach().clone() for t in keep], side_stream(torch.cuda.current_device())
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         try:
             side.wait_stream(torch.cuda.current_stream())
@@ -615,7 +616,7 @@ def captured(work, device, keep=(), pool=None):
             if collects:
                 gc.enable()
             for t, b in zip(keep, before):
-                t.copy_(b)
+                t.detach().copy_(b)
     return graph.replay
 
 
@@ -1538,12 +1539,8 @@ class Replayed:
         if self.steps.get(key, False) is None:
             try:
                 self.steps[key] = self.record(batch, state, lr, str(kinds[1]))
-            except RuntimeError as e:
-                self.on = False
-                self.optimizer.zero_grad()
-                print(f"note: no CUDA graph of a step could be recorded ({str(e).splitlines()[0]}): kernels are launched one by one",
-                      file=sys.stderr)
-                return self.update(batch, state)
+            except RuntimeError as e:  # the GPU's random generator would not draw outside a graph any more
+                raise RuntimeError(f"a step could not be recorded as a CUDA graph: --compile=0 goes without one. {e}") from e
         if key not in self.steps:
             with beside(device):
                 figures, after = self.update(batch, state)

@@ -767,7 +767,7 @@ def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch, guard
                                                    (2560, 20, False), (768, 12, True), (1536, 16, True), (96, 4, True), (64, 8, True)])
 def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeypatch, guarded):
     "Against PyTorch's own of the two steps, in float64; programs of several blocks of rows, a tail, the same sums every time"
-    monkeypatch.setattr(kernels, "_programs", lambda N, plan, warps, device: 2)
+    monkeypatch.setattr(kernels, "_programs", lambda *how: 2)
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     plan, _ = kernels._plan(d, n_head, heads_only, 16, "norm backward")
     for dtype, wide, N, rms, biased in ((torch.float32, torch.float32, 3, False, True), (torch.float16, torch.float32, 4, True, False),
@@ -5671,7 +5671,7 @@ HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more)
                       (66, 100, "bf16", 1536, True)],
     "norm few": [(42, 90, "bf16", 768, False), (38, 80, "bf16", 768, True), (38, 100, "bf16", 768, True)]
 }.items() for most, sm, dtype, d, *more in rows]
-POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((128, "pool"), (128, "pool backward"))  # most registers
+POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((136, "pool"), (160, "pool backward"))  # most registers
              for sm, dtype, *flags in ((90, "bf16"), (100, "bf16"), (80, "fp32"), (90, "bf16", "ACT"), (90, "bf16", "SUMMARY"),
                                        (80, "fp32", "SUMMARY"), (90, "bf16", "SEGMENTED"), (100, "fp16", "SEGMENTED"),
                                        (90, "fp32", "SEGMENTED"))]
@@ -5727,7 +5727,7 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compiled):
 
 @needs_triton
 def test_fopool_machine_code_has_no_spills_and_few_instructions(compiled):
-    "No stack, registers few enough for four programs on a multiprocessor, one trip through shared memory a round: two barriers"
+    "No stack, registers few enough for three programs on a multiprocessor, one trip through shared memory a round"
     for what in POOL_CODE:
         (ceiling, kind, _, dtype, *_, flag), code = what, compiled[what].result()
         loads, back = [op for op in code.ops if op.startswith("LDG.E")], kind == "pool backward"
@@ -5738,7 +5738,7 @@ def test_fopool_machine_code_has_no_spills_and_few_instructions(compiled):
         # every step is loaded before the loop and, a round ahead, in it
         assert len(loads) >= 2 * (3 + back - (flag == "SUMMARY")) * code.plan["U"]
         assert code.loop <= {"SUMMARY": 30, "ACT": 46 if back else 29}.get(flag, 66 if back else 43)
-        assert code.far >= (20 if flag == "SUMMARY" else 43 if back else 71)  # 64-bit offsets
+        assert code.far >= (20 if flag == "SUMMARY" else 43 if back else 70)  # 64-bit offsets
 
 
 # -----------------------------------------------------------------------------
