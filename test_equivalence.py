@@ -3144,7 +3144,7 @@ def test_generation_with_a_step_run_before_it_is_recorded_gives_the_same(monkeyp
 def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
     "A dead graph or kernel that is, in a cycle, makes a call that ends the recording"
     @contextlib.contextmanager
-    def graph(it, stream):
+    def graph(it, pool, stream):
         assert not gc.isenabled() and collected == [1]
         yield
         recorded.append(it)

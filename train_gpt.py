@@ -84,7 +84,8 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, data order and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
-    add("--compile", type=flag01, help="torch.compile the model (default 1 on CUDA, where Triton is installed)")
+    add("--compile", type=flag01, help="torch.compile the model and, on one GPU, replay a step of a single micro-batch as a CUDA graph (default 1 on CUDA, "
+             "where Triton is installed)")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args(argv))
 

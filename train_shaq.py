@@ -82,7 +82,8 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, window lengths and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
-    add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length (default 1 on CUDA, where Triton is installed)")
+    add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length, and, on one GPU with lamb, replay steps as CUDA graphs (default 1 on "
+             "CUDA, where Triton is installed)")
     add("--stage2", metavar="CKPT",
         help="start from the weights of this checkpoint with a fresh optimiser at half the rate, 5 epochs: the published second stage")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
