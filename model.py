@@ -1541,6 +1541,8 @@ class Replayed:
         if self.steps.get(key, False) is None:
             try:
                 self.steps[key] = self.record(batch, state, lr, str(kinds[1]))
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as e:  # the GPU's random generator would not draw outside a graph any more
                 raise RuntimeError(f"a step could not be recorded as a CUDA graph: --compile=0 goes without one. {e}") from e
         if key not in self.steps:

@@ -84,8 +84,8 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, data order and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
-    add("--compile", type=flag01, help="torch.compile the model and, on one GPU, replay a step of a single micro-batch as a CUDA graph (default 1 on CUDA, "
-             "where Triton is installed)")
+    add("--compile", type=flag01, help="torch.compile the model and, on one GPU, replay a step of a single micro-batch as a CUDA graph "
+                                       "(default 1 on CUDA, where Triton is installed)")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args(argv))
 
@@ -285,7 +285,8 @@ def main():
         f"a step: {B} x {T} tokens = {shares}{accumulate} micro-batches x {micro} sequences")
     falls = "" if s["schedule"] == "constant" else f" -> {s['min_lr']:g}"
     say(f"{s['max_steps']} steps, {s['max_steps'] * B / windows.count:.2g} epochs, lr {s['lr']:g}{falls}, "
-        f"{'compiled' if s['compile'] else 'not compiled'}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
+        f"{'compiled' if s['compile'] else 'not compiled'}{', steps as CUDA graphs' * update.on}; "
+        f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
 
     def save(step):
         "On every rank: none goes on, or leaves, before the file is there"

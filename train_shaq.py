@@ -82,8 +82,8 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, window lengths and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
-    add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length, and, on one GPU with lamb, replay steps as CUDA graphs (default 1 on "
-             "CUDA, where Triton is installed)")
+    add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length, and, on one GPU with lamb, replay steps as CUDA "
+                                       "graphs (default 1 on CUDA, where Triton is installed)")
     add("--stage2", metavar="CKPT",
         help="start from the weights of this checkpoint with a fresh optimiser at half the rate, 5 epochs: the published second stage")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
@@ -300,8 +300,8 @@ def main():
         + ", ".join(f"{n} {v:,}" for n, v in parts.items()) + ")")
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}) in {s['batch']} streams of {length:,}, "
         f"about {per_epoch:,.0f} steps an epoch")
-    say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}, {'compiled' if s['compile'] else 'not compiled'}; "
-        f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
+    say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}, {'compiled' if s['compile'] else 'not compiled'}"
+        f"{', steps as CUDA graphs' * update.on}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
 
     def save(step, where):
         "On every rank: each holds the state of its own streams, and none goes on, or leaves, before the file is there"
