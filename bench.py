@@ -898,7 +898,7 @@ def compilers(workers):
                     help="d, one or a list, of model.py's SIZES"))))
 def bench_code(args):
     """Instructions an element in the machine code of the Triton kernels, compiled for a GPU that need not be there, beside what an H200 can
-    issue while the bytes that must move do so at nine tenths of its memory's rate."""
+    issue while the bytes that must move do so at nine tenths of its memory's rate: a bound, no forecast. Waiting can take twice as long."""
     start(args)
     dtype = "fp32" if args.dtype == "float32" else "bf16"
     if kernels.triton is None:
@@ -1169,6 +1169,8 @@ def bench_train(args):
         for name, v in variants.items():
             trainers[name] = t = Trainer(kind, v, data, m, 1, compiled=args.compile)
             for i in range(1 + (math.ceil(t.model.config.mem_len / t.T) if kind == "shaq" else 0)):  # a full memory: what a long run sees
+                t.step(i)
+            for i in [*range(args.rounds + 3)] * 2 * t.update.on:  # those that will be timed, which records them
                 t.step(i)
             t.peak.forget()
             t.step(i + 1)

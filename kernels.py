@@ -492,8 +492,8 @@ if triton is not None:
         """All gradients of the kernel above: dresidual = dout + the norm's gradient, dx = scale * ((alpha * dresidual) @ H), and partial
         sums over this program's rows of the gradients of alpha (dresidual * scale * (x @ H)), beta, weight and shift, each in row
         program_id(0) of a (G, D). In bf16 with an fp32 residual it moves 18 bytes an element; with a second kernel for alpha and beta it
-        was 22, and torch.compile's version of the formula (_norm_backward_torch) and two transforms some 34. On an H200 it runs at 0.8 to 0.95
-        of a copy's rate where it mixes heads only, else at 0.4 to 0.7: beside its sums a thread's registers hold few rows."""
+        was 22, and torch.compile's version of the formula (_norm_backward_torch) and two transforms some 34. On an H200 it runs at 0.8 to 1.0
+        of a copy's rate where it mixes heads only, else at 0.45 to 0.8: beside its sums a thread's registers hold few rows."""
         j = tl.arange(0, W)
         col = (j // CW) * (M * P * C) + j % CW
         live = None
@@ -609,7 +609,7 @@ if triton is not None:
 
 
 # Up to this many rows, the number of an H200's multiprocessors, each row gets a program of its own: by the compiled code a warp then runs
-# half the instructions it would in 9 programs of 16 rows. Not timed.
+# half the instructions it would with several rows. Not timed.
 _FEW = 132
 
 
@@ -981,8 +981,8 @@ _hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
 
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
-    """Whether hadamard_affine_norm is one kernel on a GPU: it is where a program can hold whole rows, and its instructions take less time
-    than two steps do to move their 12 bytes an element (in bf16)"""
+    """Whether hadamard_affine_norm is one kernel on a GPU: it is where a program can hold whole rows. On an H200 it is faster than two steps
+    where it mixes heads only, or up to d = 1024"""
     if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
         return False
     plan = _plan(d, n_head, heads_only, 16, "norm")
@@ -1409,14 +1409,14 @@ if triton is not None:
         elif seg == 0:
             tl.store(dc0_ptr + row, e, live)
 
-    FO_WARPS, FO_CHANNELS = 4, 32  # of a program. On an H200 (B 16, T 1024, H 1024, bf16) 8 warps or 64 channels were no faster, nor, in the
-    # backward pass, half as many steps or loads begun earlier
+    FO_WARPS, FO_CHANNELS = 4, 32  # of a program. On an H200 (B 16, T 1024, H 1024, bf16) 8 warps or 64 channels were not clearly faster,
+    # nor, in the backward pass, half as many steps or loads begun earlier
 
     def _fo_plan(z, f, o):
         """-> banks with equal strides and channels side by side (copies if need be), grid, steps of a segment, settings.
 
         With one warp to 32 channels an H200 (November 2026, B 16, T 1024, H 1024 in bf16) took 80 us forward and 125 backward: one warp on
-        each scheduler, waiting for itself. With four that share the channels it takes 46 and 82 to 99, of floors of 33 and 57. Where B * H
+        each scheduler, waiting for itself. With four that share the channels it takes 46 and 99, of floors of 33 and 57. Where B * H
         is 16384 or more the programs walk all of T; with fewer channels it is cut into at most 128 segments, up to some 131072 (channel,
         warp) pairs; a first launch then reads z and f (backward f, o and dh) for each segment's map, in bf16 4 N (6 N) bytes more. These
         bounds are calculated: at B 1, T 16384 they give 75 and 126 us.

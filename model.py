@@ -313,9 +313,9 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k_new, q_r, v_new, k_r, *memory)]
         # P stays where it holds at most twice what stays anyway, q, k, v and the output: memory is linear in T, and on a CPU both passes
         # are 1.1 to 1.3 times as fast. Not compiled: how many blocks there are would fix T in the code. In a CUDA graph it has to stay, as
-        # its dropout is drawn anew at each replay, which only the GPU's own generator does
+        # its dropout is drawn anew at each replay, which only the GPU's own generator does; so, too, in the same steps without a graph
         keep = torch.is_grad_enabled() and not torch.compiler.is_compiling() and (
-            S <= 4 * (q.size(-1) + v.size(-1)) or q.is_cuda and torch.cuda.is_current_stream_capturing())
+            S <= 4 * (q.size(-1) + v.size(-1)) or q.is_cuda and (T < S or torch.cuda.is_current_stream_capturing()))
         seed = torch.randint(2**40, (), device="cpu") if dropout and not (keep and q.is_cuda) else None
         return blocked_attention(*flat, seed, dropout, keep)[0].unflatten(0, q.shape[:2])
     if flash:
@@ -1564,7 +1564,8 @@ class Replayed:
             if not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(lr, device=device)
                 group |= dict(capturable=True) if "capturable" in group else {}
-        batch = each(batch, torch.clone)
+        # with the same strides, or torch.compile would compile anew
+        batch = each(batch, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t))
         state = self.states.setdefault(kind_of_state, state and each(state, torch.clone))  # all windows' lengths share one
         figures = torch.empty(2, device=device)
 

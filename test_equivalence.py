@@ -5088,7 +5088,7 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
             self.kind, self.params, self.flops, self.T, self.tokens, self.steps = kind, 1000, 7e3, 128, [], []
             config = (SHAQConfig(**SHAQ_PRESETS[typed["preset"]], mem_len=300, mean_window=100) if kind == "shaq" else
                       GPTConfig(**SIZES[typed["size"]] | {k: v for k, v in typed.items() if k in ("attn", "block_size", "n_layer")}))
-            self.s, self.model = typed, SimpleNamespace(config=config)
+            self.s, self.model, self.update = typed, SimpleNamespace(config=config), SimpleNamespace(on=typed.get("preset") == "ffn")
             self.peak = SimpleNamespace(forget=lambda: self.steps.append("forget"), mib=lambda: 2999.6 + len(self.steps))
 
         def step(self, i):
@@ -5099,7 +5099,8 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
         assert (rounds, least) == (2, 0.0)
         for f in work.values():
             full = 3 if f.__self__.kind == "shaq" else 0  # of 300 positions, by 128: before the peak of memory is taken, too
-            assert f.__self__.steps == [*range(1 + full), "forget", 1 + full]
+            recorded = [*range(3 + rounds)] * 2 * f.__self__.update.on  # all steps that are timed
+            assert f.__self__.steps == [*range(1 + full), *recorded, "forget", [*range(1 + full), *recorded][-1] + 1]
             [f(i) for i in range(3 + rounds)]
         return {k: np.array([1, 1.5, 3.5]) + i for i, k in enumerate(work)}
 

@@ -140,8 +140,13 @@ def stepper(model, optimizer, s, m, accumulate):
         optimizer.zero_grad()
         return torch.stack((loss, norm)), None
 
-    # graphs of micro-batches small enough not to be accumulated: larger ones keep the GPU busy anyway, and a graph its memory
-    return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and accumulate == 1)
+    # graphs of micro-batches small enough not to be accumulated: larger ones keep the GPU busy anyway, and a graph its memory. Compiled,
+    # attention by blocks draws its dropout from a seed of the CPU's, which would be recorded
+    c = model.config
+    values = c.n_embd // c.n_head * (2 if c.attn == "dva" else 1)
+    blocks = (c.attn == "dva_outer" or values > 256) and c.block_size > values
+    return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and accumulate == 1
+                    and not (blocks and c.dropout))
 
 
 # -----------------------------------------------------------------------------

@@ -176,7 +176,9 @@ def stepper(model, optimizer, s, m):
         optimizer.zero_grad()
         return torch.stack((loss.detach(), norm)), detach_state(state)
 
-    return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and s["optimizer"] == "lamb")
+    # memory=mean holds an open window, of a thousand lengths: too many graphs
+    return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and s["optimizer"] == "lamb"
+                    and model.config.memory != "mean")
 
 
 # -----------------------------------------------------------------------------
