@@ -3704,6 +3704,24 @@ def test_train_steps_replayed_are_steps(device, monkeypatch):
         assert all(error(b, a.double()) < (1e-6 if device == "cpu" else 1e-4) for a, b in zip(*runs)), kind
 
 
+def test_train_steps_are_replayed_only_where_a_graph_can_hold_them():
+    gpu = model_py.Machine(torch.device("cuda"), torch.bfloat16, 0, 1, "")
+    wide = dict(vocab_size=11, n_layer=1, n_head=1, n_embd=264, block_size=8, dropout=0.1)
+
+    def gpt(m=gpu, accumulate=1, compile=True, **config):
+        return train_gpt.stepper(GPT(GPTConfig(**wide | config)), None, dict(compile=compile), m, accumulate).on
+
+    def shaq(preset, m=gpu, optimizer="lamb", compile=True):
+        return train_shaq.stepper(tiny_shaq(preset), None, dict(compile=compile, optimizer=optimizer), m).on
+
+    for replayed in (gpt, partial(shaq, "shaq"), partial(shaq, "sharnn")):
+        assert replayed() and not replayed(compile=False)
+        assert not replayed(m=replace(gpu, world=2)) and not replayed(m=replace(gpu, device=torch.device("cpu")))
+    assert not gpt(accumulate=2) and not shaq("shaq", optimizer="adamw") and not shaq("mean_mem")
+    blocks = dict(block_size=300), dict(attn="dva_outer", n_head=33, block_size=9)  # attention by blocks, whose dropout has a seed
+    assert not any(gpt(**c) for c in blocks) and all(gpt(**c, dropout=0.0) for c in blocks)
+
+
 # -----------------------------------------------------------------------------
 # What only a GPU can show: its own paths, from the operators to a training run, against a CPU's
 
