@@ -299,39 +299,125 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 
 if triton is not None:
 
+    # _inner applies H_W by turns. Threads hold numbers in registers, and lanes' bits and one bit of the registers' (the lowest of a tile's
+    # number) are six places in a ring (less if a row has fewer than 32 threads). A thread and its neighbour in one bit of the lane exchange
+    # a register in two, after which that bit stands in the registers, where a level is plain additions, and the register's bit in the
+    # lanes. So a level takes half a shuffle a number, where with all of it shuffled it would take one; after all lanes' bits everything
+    # has moved on by one place in the ring. What comes out is therefore stored by other threads than those that loaded it: after TURN
+    # calls, tiles 2i and 2i + 1 of a thread are the numbers that _places names.
+    # No selections are needed: of tiles (0, 1) a thread holds (b, 1 - b) where b is the bit of its lane to come, so that it always keeps
+    # the first and sends the second. Having (a, b), a + b and a - b are put in that order by a +-1 on b. a - b may be the negative of
+    # what is meant: that sign depends on the thread alone and does not change any more, so _signs puts all of them right at the end.
+
     @triton.jit
-    def _butterfly(x, R: tl.constexpr, W: tl.constexpr, V: tl.constexpr):
-        """x @ H_W, (R, W) -> (R, W), fp32. A thread holds V neighbours of a row, L <= 32 threads of a warp share it. Levels within a thread
-        are plain additions, those within a warp shuffles: only a row spread over K > 1 warps needs shared memory and barriers."""
+    def _places(M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr,
+                TURN: tl.constexpr):
+        "Where in a row a thread's numbers of each tile stand after TURN calls of _inner: a tuple of M * P, (W,) each"
         K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
         L: tl.constexpr = W // (K * V)
-        x = tl.reshape(x, (R * K, L * V))
-        warp = tl.broadcast_to(tl.arange(0, R * K)[:, None], (R * K, L * V))
-        for s in tl.static_range(11):
-            if 1 << s < K:
-                x = tl.gather(x, warp ^ (1 << s), 0) + (1 - 2 * (warp >> s & 1)).to(tl.float32) * x  # x_i + x_j, or x_j - x_i where i > j
-        t = (x,)
-        for s in tl.static_range(3):
-            if 1 << s < V:
-                n = ()
-                for i in tl.static_range(1 << s):
-                    a, b = tl.split(tl.reshape(t[i], (R * K, L * V >> (s + 1), 2)))
-                    n = n + (a + b, a - b)
-                t = n
+        T: tl.constexpr = TURN % (1 + (L > 1) + (L > 2) + (L > 4) + (L > 8) + (L > 16)) if INNER else 0
+        j, tile, S = tl.arange(0, W), 0, 0
+        if T > 0:
+            lane = j // V % L
+            tile = lane >> (T - 1) & 1
+            j = j // (L * V) * (L * V) + ((lane >> T) + (lane & ((1 << (T - 1)) - 1)) * (L >> (T - 1))) * V + j % V
+            S = (L >> T) * V
+        first = tl.max_contiguous(tl.multiple_of(j // CW * (M * P * C) + j % CW + tile * C, V), V)
+        at = ()
+        for i in tl.static_range(M * P):
+            at = at + (first + (i * C if T == 0 else i // 2 * 2 * C + i % 2 * (S // CW * (M * P * C) + S % CW)),)
+        return at
+
+    @triton.jit
+    def _signs(scale, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
+        "What a thread's numbers of even and of odd tiles have to be multiplied by after _inner, (1, W) each: +-scale"
+        K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
+        L: tl.constexpr = W // (K * V)
+        T: tl.constexpr = TURN % (1 + (L > 1) + (L > 2) + (L > 4) + (L > 8) + (L > 16)) if P == 1 else 0
+        unit = scale, scale
+        if INNER and L > 1:
+            lane = (tl.arange(0, W) // V % L)[None, :]
+            x = lane & lane >> 1                           # each pair of neighbours that both are 1 is a sign
+            if T > 0:
+                x = x & ~(1 << (T - 1))                    # but where the bit of H_M's came between
+            x = x ^ x >> 2
+            x = (x ^ x >> 1) & 1
+            even = scale * (1 - 2 * x).to(tl.float32)
+            unit = even, even
+            if 1 << T != L:
+                unit = even, even * (1 - 2 * (lane // (L // 2))).to(tl.float32)
+        return unit
+
+    @triton.jit
+    def _inner(t, R: tl.constexpr, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
+        """The tuple of M * P tiles (R, W), fp32, times H_M (x) H_P (x) H_W: TURN, place and sign as above. Only a row spread over K > 1
+        warps needs shared memory and barriers."""
+        K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
+        L: tl.constexpr = W // (K * V)
+        T: tl.constexpr = TURN % (1 + (L > 1) + (L > 2) + (L > 4) + (L > 8) + (L > 16))
+        n = ()
+        for i in tl.static_range(M * P):
+            x = tl.reshape(t[i], (R * K, L * V))
+            warp = tl.broadcast_to(tl.arange(0, R * K)[:, None], (R * K, L * V))
+            for s in tl.static_range(11):
+                if 1 << s < K:
+                    x = tl.gather(x, warp ^ (1 << s), 0) + (1 - 2 * (warp >> s & 1)).to(tl.float32) * x  # x_i + x_j, or x_j - x_i where i > j
+            u = (x,)
+            for s in tl.static_range(3):
+                if 1 << s < V:
+                    w = ()
+                    for v in tl.static_range(1 << s):
+                        a, b = tl.split(tl.reshape(u[v], (R * K, L * V >> (s + 1), 2)))
+                        w = w + (a + b, a - b)
+                    u = w
+            n = n + u
+        t = n                                              # M * P * V of (R * K, L)
+        if P > 1:
+            t = _across(t, M, P * V, 2 * V)
         lane = tl.broadcast_to(tl.arange(0, L)[None, :], (R * K, L))
-        for s in tl.static_range(5):
-            if 1 << s < L:
-                other, sign, n = lane ^ (1 << s), (1 - 2 * (lane >> s & 1)).to(tl.float32), ()
-                for i in tl.static_range(V):
-                    n = n + (tl.gather(t[i], other, 1) + sign * t[i],)
-                t = n
-        for s in tl.static_range(3):
-            if 1 << s < V:
-                n = ()
-                for i in tl.static_range(V >> (s + 1)):
-                    n = n + (tl.reshape(tl.join(t[2 * i], t[2 * i + 1]), (R * K, 2 * L << s)),)
-                t = n
-        return tl.reshape(t[0], (R, W))
+        for s in tl.static_range(6):                       # bit s - 1 of the lane comes into the registers, 0: what stands there already
+            if 1 << s <= L and M * P > 1:
+                if s > 0:
+                    n = ()
+                    for i in tl.static_range(M * P * V):
+                        n = n + (tl.gather(t[i], lane ^ (1 << (s - 1)), 1) if i // V % 2 else t[i],)
+                    t = n
+                if P == 1 and s == T:                      # the lowest bit of H_M's
+                    if s > 0:
+                        t = _swap(t, lane >> (s - 1) & 1, M * P, V)
+                    t = _across(t, M, V, V)
+                    if 1 << s < L:
+                        t = _swap(t, lane >> s & 1, M * P, V)
+                else:
+                    sign = (1 - 2 * (lane >> s & 1)).to(tl.float32)
+                    n = ()
+                    for i in tl.static_range(M * P * V):
+                        if i // V % 2:
+                            n = n + (t[i - V] - sign * t[i] if 1 << s < L else t[i - V] - t[i],)
+                        else:
+                            n = n + (t[i] + sign * t[i + V] if 1 << s < L else t[i] + t[i + V],)
+                    t = n
+        n = ()
+        for i in tl.static_range(M * P):
+            u = ()
+            for v in tl.static_range(V):
+                u = u + (t[i * V + v],)
+            for s in tl.static_range(3):
+                if 1 << s < V:
+                    w = ()
+                    for v in tl.static_range(V >> (s + 1)):
+                        w = w + (tl.reshape(tl.join(u[2 * v], u[2 * v + 1]), (R * K, 2 * L << s)),)
+                    u = w
+            n = n + (tl.reshape(u[0], (R, W)),)
+        return n
+
+    @triton.jit
+    def _swap(t, by, NT: tl.constexpr, V: tl.constexpr):
+        "Tiles 2i and 2i + 1 change places where by is 1"
+        n = ()
+        for i in tl.static_range(NT * V):
+            n = n + (tl.where(by == 1, t[i - V] if i // V % 2 else t[i + V], t[i]),)
+        return n
 
     @triton.jit
     def _grid(t, P: tl.constexpr):
@@ -355,11 +441,11 @@ if triton is not None:
         return n
 
     @triton.jit
-    def _across(t, M: tl.constexpr, P: tl.constexpr):
-        """H_M (x) H_P over the tuple of M * P tiles. M is 1, 12, 20 or 28; the last three are of Paley's second construction: with one more
+    def _across(t, M: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr):
+        """H_M (x) H_(P / LEAST) (x) I over the tuple of M * P tiles. M is 1, 12, 20 or 28; the last three are of Paley's second construction: with one more
         butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), at half of the additions."""
         for s in tl.static_range(16):
-            if 1 << s < P * (1 + (M > 1)):
+            if LEAST <= 1 << s and 1 << s < P * (1 + (M > 1)):
                 n = ()
                 for i in tl.static_range(M * P):
                     n = n + (t[i ^ (1 << s)] - t[i] if (i >> s) & 1 else t[i] + t[i ^ (1 << s)],)
@@ -383,18 +469,18 @@ if triton is not None:
         return t
 
     @triton.jit
-    def _load_tiles(at, ok, NT: tl.constexpr, C: tl.constexpr):
-        "Tuple of NT tiles (R, W), each C numbers after the one before. All loads come before the first use, so all are in flight at once."
+    def _load_tiles(rows, at, ok, NT: tl.constexpr):
+        "Tuple of NT tiles (R, W), rows (R, 1) pointers. All loads come before the first use, so all are in flight at once."
         t = ()
         for i in tl.static_range(NT):
-            t = t + (tl.load(at + i * C, mask=ok, other=0.0),)
+            t = t + (tl.load(rows + at[i][None, :], mask=ok, other=0.0),)
         return t
 
     @triton.jit
-    def _load_vector(at, live, R: tl.constexpr, W: tl.constexpr):
-        """W numbers of a vector, repeated for each of R rows: (R, W), fp32, 0 where not live. If they were loaded as a single row, Triton
+    def _load_vector(v, at, live, R: tl.constexpr, W: tl.constexpr):
+        """W numbers of vector v, repeated for each of R rows: (R, W), fp32, 0 where not live. If they were loaded as a single row, Triton
         would spread the loads over all threads and then pass the numbers round through shared memory."""
-        at = tl.broadcast_to(at[None, :], (R, W))
+        at = tl.broadcast_to(v + at[None, :], (R, W))
         if live is None:
             v = tl.load(at)
         else:
@@ -402,68 +488,67 @@ if triton is not None:
         return v.to(tl.float32)
 
     @triton.jit
-    def _transform(tiles, R: tl.constexpr, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr):
-        "A tuple of M * P tiles (R, W), R rows, times H, unnormalised, in fp32"
+    def _transform(tiles, R: tl.constexpr, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr,
+                   TURN: tl.constexpr):
+        "A tuple of M * P tiles (R, W), R rows, times H, unnormalised, in fp32; but for _signs, and one turn further on"
         t = ()
         for i in tl.static_range(M * P):
-            y = tiles[i].to(tl.float32)
-            if INNER:
-                y = _butterfly(y, R, W, V)
-            t = t + (y,)
-        return _across(t, M, P)
+            t = t + (tiles[i].to(tl.float32),)
+        return _inner(t, R, M, P, W, V, TURN) if INNER else _across(t, M, P, 1)
 
     @triton.jit
     def _hadamard_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
-                         C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr):
+                         C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr,
+                         TURN: tl.constexpr):
         "out = alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; one read, one write"
         row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-        j = tl.arange(0, W)
-        col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
-        base = row[:, None] * D + col[None, :]
+        rows, part = row[:, None] * D + tl.program_id(1) * CW, tl.program_id(1) * CW
+        at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         ok = (row < N)[:, None]
         live = None
         if CW > C:
-            live = j < C
+            live = tl.arange(0, W) < C
             ok = ok & live[None, :]
-        t = _load_tiles(x + base, ok, M * P, C)
+        t = _load_tiles(x + rows, at, ok, M * P)
         if pre is not None:
             n = ()
             for i in tl.static_range(M * P):
-                n = n + (t[i].to(tl.float32) * _load_vector(pre + col + i * C, live, R, W),)
+                n = n + (t[i].to(tl.float32) * _load_vector(pre + part, at[i], live, R, W),)
             t = n
-        t = _transform(t, R, M, P, W, INNER, V)
+        t = _transform(t, R, M, P, W, INNER, V, TURN)
+        unit = _signs(scale, M, P, W, INNER, V, TURN)
         for i in tl.static_range(M * P):
-            y = t[i] * scale
+            y = t[i] * unit[i % 2]
             if alpha is not None:
-                y = y * _load_vector(alpha + col + i * C, live, R, W)
+                y = y * _load_vector(alpha + part, to[i], live, R, W)
             if beta is not None:
-                y = y + _load_vector(beta + col + i * C, live, R, W)
-            tl.store(out + base + i * C, y.to(out.dtype.element_ty), mask=ok)
+                y = y + _load_vector(beta + part, to[i], live, R, W)
+            tl.store(out + rows + to[i][None, :], y.to(out.dtype.element_ty), mask=ok)
 
     @triton.jit
     def _hadamard_norm_kernel(x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, D: tl.constexpr, M: tl.constexpr,
                               P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
-                              V: tl.constexpr, RMS: tl.constexpr):
+                              V: tl.constexpr, TURN: tl.constexpr, RMS: tl.constexpr):
         """out = residual + alpha * scale * (x @ H) + beta and normed = LayerNorm(out), or RMSNorm; stats (2, N): each row's mean and
         1 / deviation. A program holds whole rows, so the norm's sums cost no memory traffic: two reads and two writes, where the transform,
         then an addition fused with the norm, take three of each. Heads of 96 stand in tiles of 128: CW > C, and lanes beyond C idle."""
         row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-        j = tl.arange(0, W)
-        col = (j // CW) * (M * P * C) + j % CW
-        base = row[:, None] * D + col[None, :]
+        rows = row[:, None] * D
+        at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         ok = (row < N)[:, None]
         live = None
         if CW > C:
-            live = j < C
+            live = tl.arange(0, W) < C
             ok = ok & live[None, :]
-        ahead = _load_tiles(residual + base, ok, M * P, C)  # before any store: after one it would wait, as the addresses might be equal
-        t = _transform(_load_tiles(x + base, ok, M * P, C), R, M, P, W, INNER, V)
+        ahead = _load_tiles(residual + rows, to, ok, M * P)  # before any store: after one it would wait, as the addresses might be equal
+        t = _transform(_load_tiles(x + rows, at, ok, M * P), R, M, P, W, INNER, V, TURN)
+        unit = _signs(scale, M, P, W, INNER, V, TURN)
         y = ()
         total = tl.zeros((R, W), tl.float32)  # over tiles first, across threads once
         for i in tl.static_range(M * P):
-            v = t[i] * scale * _load_vector(alpha + col + i * C, live, R, W) + _load_vector(beta + col + i * C, live, R, W)
+            v = t[i] * unit[i % 2] * _load_vector(alpha, to[i], live, R, W) + _load_vector(beta, to[i], live, R, W)
             v = (v + ahead[i].to(tl.float32)).to(out.dtype.element_ty)
-            tl.store(out + base + i * C, v, mask=ok)
+            tl.store(out + rows + to[i][None, :], v, mask=ok)
             v = v.to(tl.float32)  # the norm is of what was stored
             y = y + (v,)
             total = total + v
@@ -478,34 +563,36 @@ if triton is not None:
             total = tl.where(live[None, :], total, 0.0)
         rstd = 1 / tl.sqrt(tl.sum(total, 1) / D + eps)
         for i in tl.static_range(M * P):
-            v = (y[i] - mean[:, None]) * rstd[:, None] * _load_vector(weight + col + i * C, live, R, W)
+            v = (y[i] - mean[:, None]) * rstd[:, None] * _load_vector(weight, to[i], live, R, W)
             if shift is not None:
-                v = v + _load_vector(shift + col + i * C, live, R, W)
-            tl.store(normed + base + i * C, v.to(normed.dtype.element_ty), mask=ok)
+                v = v + _load_vector(shift, to[i], live, R, W)
+            tl.store(normed + rows + to[i][None, :], v.to(normed.dtype.element_ty), mask=ok)
         tl.store(stats + row, mean, mask=row < N)
         tl.store(stats + N + row, rstd, mask=row < N)
 
     @triton.jit
     def _hadamard_norm_backward_kernel(x, out, stats, dout, dnormed, dresidual, dx, dalpha, dbeta, dweight, dshift, alpha, weight, N,
                                        scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr,
-                                       W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, RMS: tl.constexpr):
+                                       W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr,
+                                       RMS: tl.constexpr):
         """All gradients of the kernel above: dresidual = dout + the norm's gradient, dx = scale * ((alpha * dresidual) @ H), and partial
         sums over this program's rows of the gradients of alpha (dresidual * scale * (x @ H)), beta, weight and shift, each in row
         program_id(0) of a (G, D). In bf16 with an fp32 residual it moves 18 bytes an element; with a second kernel for alpha and beta it
         was 22, and torch.compile's version of the formula (_norm_backward_torch) and two transforms some 34. On an H200 it runs at 0.8 to 1.0
         of a copy's rate where it mixes heads only, else at 0.45 to 0.8: beside its sums a thread's registers hold few rows."""
-        j = tl.arange(0, W)
-        col = (j // CW) * (M * P * C) + j % CW
+        at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
+        back = _places(M, P, C, CW, W, INNER, V, TURN + 2)
+        unit, unit_back = _signs(scale, M, P, W, INNER, V, TURN), _signs(scale, M, P, W, INNER, V, TURN + 1)
         live = None
         if CW > C:
-            live = j < C
+            live = tl.arange(0, W) < C
         dw = (tl.zeros((R, W), tl.float32),) * (M * P)
         db = dw
         da = dw
         de = dw
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
             row = block * R + tl.arange(0, R).to(tl.int64)
-            base = row[:, None] * D + col[None, :]
+            rows = row[:, None] * D
             ok = (row < N)[:, None]
             if CW > C:
                 ok = ok & live[None, :]
@@ -513,81 +600,80 @@ if triton is not None:
             rstd = tl.load(stats + N + row, mask=row < N, other=0.0)[:, None]
             xs, ys, gs, rs = (), (), (), ()
             for i in tl.static_range(M * P):  # all loads first, as above
-                xs = xs + (tl.load(x + base + i * C, mask=ok, other=0.0),)
-                ys = ys + (tl.load(out + base + i * C, mask=ok, other=0.0),)
-                gs = gs + (tl.load(dnormed + base + i * C, mask=ok, other=0.0),)
-                rs = rs + (tl.load(dout + base + i * C, mask=ok, other=0.0),)
+                xs = xs + (tl.load(x + rows + at[i][None, :], mask=ok, other=0.0),)
+                ys = ys + (tl.load(out + rows + to[i][None, :], mask=ok, other=0.0),)
+                gs = gs + (tl.load(dnormed + rows + to[i][None, :], mask=ok, other=0.0),)
+                rs = rs + (tl.load(dout + rows + to[i][None, :], mask=ok, other=0.0),)
             nw, nb = (), ()
             a = tl.zeros((R, W), tl.float32)
             b = tl.zeros((R, W), tl.float32)
             for i in tl.static_range(M * P):
                 g = gs[i].to(tl.float32)
-                unit = (ys[i].to(tl.float32) - mean) * rstd
-                nw = nw + (dw[i] + g * unit,)
+                y = (ys[i].to(tl.float32) - mean) * rstd
+                nw = nw + (dw[i] + g * y,)
                 nb = nb + (db[i] + g,)
-                g = g * _load_vector(weight + col + i * C, live, R, W)
+                g = g * _load_vector(weight, to[i], live, R, W)
                 a = a + g
-                b = b + g * unit
+                b = b + g * y
             dw = nw
             db = nb
             a = tl.sum(a, 1)[:, None] / D
             b = tl.sum(b, 1)[:, None] / D
             if RMS:
                 a = a * 0.0  # the mean's part
-            u = _transform(xs, R, M, P, W, INNER, V)
+            u = _transform(xs, R, M, P, W, INNER, V, TURN)
             t, na, ne = (), (), ()
             for i in tl.static_range(M * P):
-                unit = (ys[i].to(tl.float32) - mean) * rstd
-                g = gs[i].to(tl.float32) * _load_vector(weight + col + i * C, live, R, W)
-                g = rstd * (g - a - unit * b) + rs[i].to(tl.float32)
-                tl.store(dresidual + base + i * C, g.to(dresidual.dtype.element_ty), mask=ok)
+                y = (ys[i].to(tl.float32) - mean) * rstd
+                g = gs[i].to(tl.float32) * _load_vector(weight, to[i], live, R, W)
+                g = rstd * (g - a - y * b) + rs[i].to(tl.float32)
+                tl.store(dresidual + rows + to[i][None, :], g.to(dresidual.dtype.element_ty), mask=ok)
                 na = na + (da[i] + g * u[i],)
                 ne = ne + (de[i] + g,)
-                g = g * _load_vector(alpha + col + i * C, live, R, W)
-                if INNER:
-                    g = _butterfly(g, R, W, V)
-                t = t + (g,)
+                t = t + (g * _load_vector(alpha, to[i], live, R, W),)
             da = na
             de = ne
-            t = _across(t, M, P)
+            t = _transform(t, R, M, P, W, INNER, V, TURN + 1)
             for i in tl.static_range(M * P):
-                tl.store(dx + base + i * C, (t[i] * scale).to(dx.dtype.element_ty), mask=ok)
-        to = tl.program_id(0).to(tl.int64) * D + col
+                tl.store(dx + rows + back[i][None, :], (t[i] * unit_back[i % 2]).to(dx.dtype.element_ty), mask=ok)
+        part = tl.program_id(0).to(tl.int64) * D
         for i in tl.static_range(M * P):
-            tl.store(dalpha + to + i * C, tl.sum(da[i], 0) * scale, mask=live)
-            tl.store(dbeta + to + i * C, tl.sum(de[i], 0), mask=live)
-            tl.store(dweight + to + i * C, tl.sum(dw[i], 0), mask=live)
+            tl.store(dalpha + part + to[i], tl.sum(da[i] * unit[i % 2], 0), mask=live)
+            tl.store(dbeta + part + to[i], tl.sum(de[i], 0), mask=live)
+            tl.store(dweight + part + to[i], tl.sum(dw[i], 0), mask=live)
             if dshift is not None:
-                tl.store(dshift + to + i * C, tl.sum(db[i], 0), mask=live)
+                tl.store(dshift + part + to[i], tl.sum(db[i], 0), mask=live)
 
     @triton.jit
     def _hadamard_grads_kernel(x, dy, dx, alpha, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
                                C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
-                               V: tl.constexpr):
+                               V: tl.constexpr, TURN: tl.constexpr):
         """Partial sums over this program's rows of dy * scale * (x @ H) and of dy, in row program_id(0) of dalpha and dbeta, (G, D) fp32.
         Unless dx and alpha are None, also dx = scale * ((alpha * dy) @ H), while dy is at hand: all three gradients at 6 bytes an element
         in bf16. On an H200 124 us for d = 768, where two kernels take 140, but 480 for 2048, where they take 370. x @ H is recomputed, not
         saved, as attention keeps x anyway. There are no atomics, so the sums come out the same every time."""
-        j = tl.arange(0, W)
-        col = (j // CW) * (M * P * C) + j % CW + tl.program_id(1) * CW
+        part = tl.program_id(1) * CW
+        at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
+        back = _places(M, P, C, CW, W, INNER, V, TURN + 2)
+        unit, unit_back = _signs(scale, M, P, W, INNER, V, TURN), _signs(scale, M, P, W, INNER, V, TURN + 1)
         live = None
         if CW > C:
-            live = j < C
+            live = tl.arange(0, W) < C
         da = (tl.zeros((R, W), tl.float32),) * (M * P)  # summed over rows once, at the end
         db = da
         by = ()
         if dx is not None:
             for i in tl.static_range(M * P):
-                by = by + (_load_vector(alpha + col + i * C, live, R, W) * scale,)
+                by = by + (_load_vector(alpha + part, to[i], live, R, W),)
         # Two stages: the next rows are copied into shared memory meanwhile, where a thread's share of a row is 4 bytes or more
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=2):
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
-            base = row[:, None] * D + col[None, :]
+            rows = row[:, None] * D + part
             ok = (row < N)[:, None]
             if CW > C:
                 ok = ok & live[None, :]
-            gs = _load_tiles(dy + base, ok, M * P, C)
-            t = _transform(_load_tiles(x + base, ok, M * P, C), R, M, P, W, INNER, V)
+            gs = _load_tiles(dy + rows, to, ok, M * P)
+            t = _transform(_load_tiles(x + rows, at, ok, M * P), R, M, P, W, INNER, V, TURN)
             na, nb = (), ()
             for i in tl.static_range(M * P):
                 g = gs[i].to(tl.float32)
@@ -599,13 +685,13 @@ if triton is not None:
                 t = ()
                 for i in tl.static_range(M * P):
                     t = t + (gs[i].to(tl.float32) * by[i],)
-                t = _transform(t, R, M, P, W, INNER, V)
+                t = _transform(t, R, M, P, W, INNER, V, TURN + 1)
                 for i in tl.static_range(M * P):
-                    tl.store(dx + base + i * C, t[i].to(dx.dtype.element_ty), mask=ok)
-        out = tl.program_id(0).to(tl.int64) * D + col
+                    tl.store(dx + rows + back[i][None, :], (t[i] * unit_back[i % 2]).to(dx.dtype.element_ty), mask=ok)
+        part += tl.program_id(0).to(tl.int64) * D
         for i in tl.static_range(M * P):
-            tl.store(dalpha + out + i * C, tl.sum(da[i], 0) * scale, mask=live)
-            tl.store(dbeta + out + i * C, tl.sum(db[i], 0), mask=live)
+            tl.store(dalpha + part + to[i], tl.sum(da[i] * unit[i % 2], 0), mask=live)
+            tl.store(dbeta + part + to[i], tl.sum(db[i], 0), mask=live)
 
 
 # Up to this many rows, the number of an H200's multiprocessors, each row gets a program of its own: by the compiled code a warp then runs
@@ -667,10 +753,12 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         R = 1 << (R.bit_length() - 1)
         R = min(R, max(1, each * 32 * warps // min(64, A * C)))  # 64 numbers or more side by side in memory
         W = min(A * C, max(A, each * 32 * warps // R))
+        if M == 1 and W == d > 1:  # _inner wants two tiles at least
+            W //= 2
         P = A * C // W
         C = CW = C // P
     V = min(max(1, R * W // (32 * warps)), 128 // bits, CW & -CW)  # as Triton lays tiles out: what a thread loads at once
-    return dict(D=d, M=M, P=P, C=C, CW=CW, W=W, R=R, INNER=inner, V=V), warps
+    return dict(D=d, M=M, P=P, C=C, CW=CW, W=W, R=R, INNER=inner, V=V, TURN=int(inner and W > CW)), warps
 
 
 # enable_fp_fusion, below: multiply and add in one instruction. Triton 3.9 warns if a launch does not set it; 3.10 is to default to off.
