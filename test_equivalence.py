@@ -3391,6 +3391,36 @@ def test_train_resume_with_other_data_of_that_name_is_one_line(either, tmp_path)
         one_line(run("--resume", "--max_steps=9", f"--data_dir={tmp_path / 'data'}"), *words, "prepare the same data")
 
 
+def test_train_saves_take_no_more_than_a_tenth_of_the_time_and_the_last_comes_anyway(either, tmp_path, monkeypatch):
+    "A step takes a second, writing ckpt.pt 0.35: then none comes for 3.5. A kill leaves a checkpoint that the log is cut back to"
+    script, run = either
+    now, kept, write, lr = [1e6], [], script.write_or_warn, script.lr_at
+    steps = "--max_steps=12", "--eval_interval=1"
+
+    def slow(path, f):
+        done = write(path, f)
+        if path.endswith("ckpt.pt"):
+            now[0] += 0.35
+            kept.append(torch.load(path, weights_only=True)["step"])
+        return done
+
+    def tick(step, *a):
+        now[0] += 1
+        if step == 8 and dying:
+            raise SystemExit(9)  # as by kill -9: nothing is saved
+        return lr(step, *a)
+
+    whole = losses(ended(run(*steps, out="whole"))[3])
+    monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(script, "write_or_warn", slow)
+    monkeypatch.setattr(script, "lr_at", tick)
+    dying = True
+    assert run(*steps, out="out")[0] == 9 and kept == [1, 5]
+    dying = False
+    log = ended(run("--resume"))[3]
+    assert kept == [1, 5, 6, 10, 12] and losses(log) == whole and list(whole[1]) == list(range(13))
+
+
 def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path):
     def resumed(out):
         return ended(train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out=out))[1]

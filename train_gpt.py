@@ -8,9 +8,10 @@ Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value 
 
 The batch is given in tokens; micro-batches, accumulation and processes divide it, and the loss curve is the same however they do (up to
 rounding, without dropout). Nothing random is kept from step to step: batches and dropout are functions of (seed, step), so a resumed run
-is the uninterrupted one. Ctrl-C or a signal saves first; torchrun kills what has not saved within 30 seconds, unless
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more (torch 2.12 on). A step's line: norm is the gradient's before clipping; MFU (model FLOP/s
-utilisation) is the FLOP/s of the model's matrix products, by flops_per_token(), as a share of the device's, printed at the start.
+is the uninterrupted one. An evaluation saves, unless the last save was less than ten times as long ago as it took; the last always does.
+Ctrl-C or a signal saves first; torchrun kills what has not saved within 30 seconds, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more (torch
+2.12 on). A step's line: norm is the gradient's before clipping; MFU (model FLOP/s utilisation) is the FLOP/s of the model's matrix
+products, by flops_per_token(), as a share of the device's, printed at the start.
 """
 import argparse
 import os
@@ -79,7 +80,7 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--warmup_steps", type=number(int, 0), help="linear warm-up (default 1 in 50 steps, 50 for nano)")
     add("--weight_decay", type=number(float, 0), help="of matrices (default 0.1)")
     add("--grad_clip", type=number(float, 0), help="largest gradient norm, 0: no clipping (default 1.0)")
-    add("--eval_interval", type=number(int, 1), help="steps between evaluations and checkpoints (default 1 in 20 of all, 250 for nano)")
+    add("--eval_interval", type=number(int, 1), help="steps between evaluations (default 1 in 20 of all, 250 for nano)")
     add("--eval_tokens", type=number(int, 1), help="validation tokens an evaluation reads, always the same (default 2^20, 2^16 for nano)")
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, data order and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
@@ -301,7 +302,8 @@ def main():
 
     # loop
     stop = StopSignal()
-    clock, saved = time.perf_counter(), True
+    saved = True
+    clock = due = time.perf_counter()  # due: when an evaluation saves again. 2 GB take a GPU as long as 1,000 steps of gpt2_book
     spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
     asked = None if s["paced"] else s["max_steps"]  # a resumed run keeps the schedule that it had
     step = first
@@ -321,7 +323,10 @@ def main():
                 say(f"step {step}/{s['max_steps']}  training split: {more['train_loss']:.4f} nats per {unit}")
             if m.rank == 0:
                 log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits, **more)
-            saved = save(step) if step or last else saved
+            if last or step and m.all(time.perf_counter() >= due):
+                began = time.perf_counter()
+                saved = save(step)
+                due = time.perf_counter() + 10 * (time.perf_counter() - began)
             clock = time.perf_counter()
         if last:
             break

@@ -10,7 +10,8 @@ Train SHA-RNN, any of its ablations, or SHAQ, on parallel streams of text read i
 The training split is cut into --batch streams of equal length, read side by side in windows of random length. Recurrent state and
 attention's memory carry over from window to window, cut from the graph, and are dropped at an epoch's start. Several processes share
 the streams. Windows and dropout are functions of (seed, step); state, memory and position are in the checkpoint: a resumed run is the
-uninterrupted one.
+uninterrupted one. An evaluation saves, unless the last save was less than ten times as long ago as it took; the last always does.
+best.pt follows every best loss.
 """
 import argparse
 import math
@@ -76,7 +77,7 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--weight_decay", type=number(float, 0), help="(default 1.2e-6)")
     add("--grad_clip", type=number(float, 0), help="largest gradient norm, 0: no clipping (default 0.25)")
     add("--eval_interval", type=number(int, 1),
-        help="steps between evaluations and checkpoints (default an epoch, at most 1 in 20 of all, on CUDA, else 250)")
+        help="steps between evaluations (default an epoch, at most 1 in 20 of all, on CUDA, else 250)")
     add("--eval_tokens", type=number(int, 1),
         help="how much of the validation and of the test split to read, from its start (default all on CUDA, else 2^17)")
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, window lengths and dropout (default 1337)")
@@ -314,7 +315,8 @@ def main():
 
     # loop
     stop = StopSignal()
-    clock, saved, best_saved = time.perf_counter(), True, True
+    saved = best_saved = True
+    clock = due = time.perf_counter()  # due: when an evaluation saves again
     spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
     asked = None if s["paced"] else s["max_steps"]  # a resumed run keeps the schedule that it had
     step = first
@@ -333,8 +335,10 @@ def main():
             if val < best:
                 best = val
                 best_saved = save(step, best_path)
-            if step or last:
+            if last or step and m.all(time.perf_counter() >= due):
+                began = time.perf_counter()
                 saved = save(step, path)
+                due = time.perf_counter() + 10 * (time.perf_counter() - began)
             clock = time.perf_counter()
         if last:
             break
