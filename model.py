@@ -1015,7 +1015,11 @@ class MemoryAttention(nn.Module):
             q = self.drop(q * torch.sigmoid(self.qs)) * torch.sigmoid(self.ks)
         else:
             q = self.drop(q)
-        q = q.to(m.dtype)
+        x, memory = self.look(q.to(m.dtype), m, memory)
+        return (x * self.value_gate() if self.config.gates else x), memory
+
+    def look(self, q, m, memory):
+        "forward() between its gates, the part that stays eager: q and m (B, T, d), memory -> (B, T, d), memory"
         if isinstance(memory, Ring):
             rows, n = memory
             rows.index_copy_(1, n % rows.size(1), m.to(rows.dtype))
@@ -1033,7 +1037,7 @@ class MemoryAttention(nn.Module):
                 new = m if past.size(1) and not memory.requires_grad else None
                 m = torch.cat([past, m], dim=1)                                                 # (B, M + T, d)
             x, memory = self.attend(q, m, new=new), last(m, self.mem_len)
-        return (x * self.value_gate() if self.config.gates else x), memory
+        return x, memory
 
     def over_mean(self, q, m, memory):
         """Memory condensed to its mean: keys and values are Z = [W, H_i .. H_(i+p)] (eq. 1-4). The first window has no W: there is nothing
@@ -1145,7 +1149,8 @@ class SHAQBlock(nn.Module):
         h = h + self.drop(x) if self.residual else self.drop(x)
         if self.attn is not None:
             m, h = self.ln_mem(h), self.ln_mid(h)
-            x, memory = self.attn(h, m, memory)
+            # cast here, where torch.compile writes the norms so, and once
+            x, memory = self.attn(h.to(product_dtype(h)), m.to(product_dtype(m)), memory)
             h = h + self.drop(x)
         if self.ff is not None:
             h, x = self.ln_ff(h), self.ln_xff(h)
@@ -1272,7 +1277,7 @@ class SHAQ(nn.Module):
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         torch._dynamo.config.optimize_ddp = False  # or DDP cuts each block's code in two, though a block is about one of its buckets
         torch.fx.experimental._config.use_duck_shape = False  # or a window as long as a block is wide has its length fixed in the code
-        for part, method in ((MemoryAttention, "forward"), (SHAQBlock, "lstm")):
+        for part, method in ((MemoryAttention, "look"), (SHAQBlock, "lstm")):
             if not getattr(getattr(part, method), "_torchdynamo_disable", False):
                 setattr(part, method, torch.compiler.disable(getattr(part, method)))
         for block in self.blocks:
