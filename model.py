@@ -994,7 +994,10 @@ class MemoryAttention(nn.Module):
         p = self.drop.p if self.training else 0.0
         if new:
             new += [self.drop(new[0])]
-            v = torch.cat((self.drop(k[:, :, :k.size(2) - q.size(2)].detach()), new[1].detach()), 2) if p else k
+            v = k
+            if p:  # of all rows: PyTorch's dropout of a part would read and write one number at a time on a GPU
+                v = self.drop(k.detach())
+                v[:, :, k.size(2) - q.size(2):] = new[1].detach()  # the window's as drawn above
             y = attention(q, k, v, dropout=p, new=new)
         else:
             y = attention(q, k, self.drop(k), dropout=p, mask=mask)

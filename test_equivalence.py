@@ -2948,10 +2948,10 @@ def test_shaq_folded_gates_are_exact_under_dropout():
     h, m, memory = (torch.randn(2, T, 16, dtype=torch.float64) for T in (3, 3, 5))
     torch.manual_seed(5)
     out, _ = attn(h, m, memory)
-    torch.manual_seed(5)                                    # the masks in their order: q, v by heads, first the window's, weights
+    torch.manual_seed(5)                                    # the masks in their order: q, v by heads, first the window's, then all rows', weights
     q_mask = model_py.Dropout(0.4)(torch.ones_like(h))
-    own, old = (model_py.Dropout(0.4)(torch.ones(2, 2, T, 8, dtype=torch.float64)) for T in (3, 5))
-    v_mask = torch.cat((old, own), 2).transpose(1, 2).flatten(2)
+    own, rows = (model_py.Dropout(0.4)(torch.ones(2, 2, T, 8, dtype=torch.float64)) for T in (3, 8))
+    v_mask = torch.cat((rows[:, :, :5], own), 2).transpose(1, 2).flatten(2)
     noise = torch.Generator().manual_seed(int(torch.randint(2**40, ())))  # weights: blocked_attention's own, drawn again in its backward
     bits = torch.empty(2 * 2 * 3 * 8 // 4 + 1, dtype=torch.int64).random_(-2**63, None, generator=noise).view(torch.int16)[:96]
     masks = iter((q_mask, v_mask, (bits >= round(0.4 * 2**16) - 2**15).double().view(2, 2, 3, 8) / 0.6))
