@@ -736,17 +736,17 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             warps = 1                                                           # barriers, 47 at d = 768; the norm at 2560 would spill
         if kind in ("grads", "backward"):  # a thread has three such sets, or four
             if bits == 16:
-                warps = 2 if d <= (1024 if kind == "backward" else 3072) else 4 if d <= 6144 else warps
-                each, numbers = 8 if d == 2048 else 4, 48 if kind == "backward" or d > 3072 else 64
+                warps = (1 if d <= 2048 else 2 if d <= 3072 else 4 if d <= 6144 else warps) if kind == "grads" else 2 if d <= 1024 else 4
+                numbers = 48
             elif kind == "backward" or d > 1024:
                 numbers = 32
         elif kind == "norm":  # the old and new residual, too
-            warps, numbers = (1, 48) if d <= 1536 else (4, 40)
+            warps, numbers = (1, 48) if d <= 1536 else (2, 48) if d <= 3072 else (4, 40)
         elif kind == "norm backward":  # six sets; with M tiles, M numbers at least, one of each
-            warps, numbers = 4 if d <= 3072 else 8, max(24, M)
+            warps, numbers = 2 if d <= 1024 else 4 if d <= 3072 else 8, max(24, M)
         elif bits == 16 and "few" not in kind:  # a warp holds whole rows: only shuffles pass between its threads
             if d <= 4096:
-                warps, numbers = 1, 48 if d <= 768 else 128
+                warps, each, numbers = 1, 8 if d == 2048 and kind == "forward" else 4, 48 if d <= 768 else 128
             else:
                 each, numbers = 8, 128 if d <= 8192 else 64  # the more stand in one thread, the fewer shuffles; above, they would spill
         R = 1 if "few" in kind or warps == 1 and d > 768 else max(1, numbers * 32 * warps // d)
