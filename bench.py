@@ -815,8 +815,8 @@ ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200 can is
 
 
 def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual="", **flags):
-    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, or "pool", "pool backward";
-    flags: of the kernel; residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a thread and of shared memory; ops, the
+    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, or "pool", "pool backward",
+    "rope backward", heads of d; flags: of the kernel; residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a thread and of shared memory; ops, the
     opcodes with their modifiers in order; instructions an element in all (each) and in the longest loop (loop); far, how many tensors of
     addresses are made with 64-bit offsets; plan. Not in a process that has TRITON_INTERPRET=1."""
     from triton.backends.compiler import GPUTarget
@@ -830,6 +830,10 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
         types = {n: "*fp32" if n.startswith(("c0", "c_last", "edge", "dc", "sum")) else rows if n.endswith("_ptr") else "i32"
                  for n in fn.arg_names}
         elements, odd = plan["U"] * plan["S"] * plan["D"], ("B", "T")
+    elif kind == "rope backward":
+        fn, warps, plan = kernels._rope_backward_kernel, 4, kernels._rope_tile(n_head, d) | flags
+        types = {n: "*fp32" if n.startswith(("cos", "sin")) else rows if n.endswith("_ptr") else "i32" for n in fn.arg_names}
+        elements, odd = plan["R"] * plan["U"] * d, ("T", "h")
     else:
         plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind)
         plan = plan | dict(RMS=False) | flags

@@ -38,7 +38,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from kernels import (_check_meta, _check_order, _reverse_mode_only, _split_order, hadamard_affine, hadamard_affine_norm, hadamard_matrix,
-                     hadamard_norm_is_fused, qrnn_pool, triton)
+                     hadamard_norm_is_fused, qrnn_pool, rope_backward, triton)
 
 # -----------------------------------------------------------------------------
 # GPT: settings
@@ -340,6 +340,32 @@ class Dropout(nn.Dropout):
         return x * kept(x, self.p).mul_(1 / (1 - self.p))
 
 
+def heads(qkv, table, n_head, d):
+    """qkv (B, T, 3d), or dva's (B, T, 5d) -> q, k (B, h, T, d_h), turned where there is a table; v, as wide, or [V, K_R]; q_r, or None"""
+    # Split before there are heads: after, torch.compile (2.11 to 2.13) failed for a GPU, on the gradient of heads wider than 256
+    qk, rest = qkv.split((2 * d, qkv.size(2) - 2 * d), 2)                                # Q and K; V, or V, K_R and Q_R
+    qk = qk.unflatten(2, (2 * n_head, -1))                                               # (B, T, 2h, d_h)
+    qk = qk if table is None else rope(qk, *table)
+    q, k = qk.transpose(1, 2).split(n_head, 1)                                           # (B, h, T, d_h) each
+    rest = rest.unflatten(2, (-1, n_head, d // n_head)).permute(0, 3, 1, 2, 4)           # (B, h, T, 1 or 3, d_h)
+    v, q_r = (rest, None) if rest.size(3) == 1 else rest.split((2, 1), 3)
+    return q, k, v.flatten(3), None if q_r is None else q_r.squeeze(3)                   # V or [V, K_R], a view for one head
+
+
+class TurnedHeads(torch.autograd.Function):
+    "heads(), for a GPU with Triton: the same forward, and all of qkv's gradient by one operator of kernels.py"
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, n_head):
+        ctx.save_for_backward(cos, sin)
+        return heads(qkv, (cos, sin), n_head, n_head * 2 * cos.size(-1))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dq, dk, dv, dq_r):
+        parts = [dq, dk, dv] if dq_r is None else [dq, dk, *dv.chunk(2, -1), dq_r]       # (B, h, T, d_h) each
+        return rope_backward(parts, *ctx.saved_tensors), None, None, None                # (B, T, 3d or 5d)
+
+
 class Attention(nn.Module):
     """Multi-head attention with four choices in the place of its output projection [1], or Dynamic Value Attention [2]: query B gets
     sum_A S(B, A) v_R(B, A) over keys A, S = softmax(Q K^T / sqrt(d_h)), causal, with a value v_R that depends on the query, too.
@@ -377,14 +403,8 @@ class Attention(nn.Module):
         (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's places in it, (start, stop), or with mask (1, length) an int64 (1,)."""
         B, T, d = x.shape
         qkv = self.c_attn(x)                                                             # (B, T, 3d or 5d)
-        # Split before there are heads: after, torch.compile (2.11 to 2.13) failed for a GPU, on the gradient of heads wider than 256
-        qk, rest = qkv.split((2 * d, qkv.size(2) - 2 * d), 2)                            # Q and K; V, or V, K_R and Q_R
-        qk = qk.unflatten(2, (2 * self.n_head, -1))                                      # (B, T, 2h, d_h)
-        qk = qk if table is None else rope(qk, *table)
-        q, k = qk.transpose(1, 2).split(self.n_head, 1)                                  # (B, h, T, d_h) each
-        rest = rest.unflatten(2, (-1, self.n_head, d // self.n_head)).permute(0, 3, 1, 2, 4)  # (B, h, T, 1 or 3, d_h)
-        v, q_r = (rest, None) if self.attn == "mha" else rest.split((2, 1), 3)
-        v = v.flatten(3)                                                                 # V or [V, K_R], a view for one head
+        turned = table is not None and qkv.is_cuda and triton is not None and torch.is_grad_enabled()
+        q, k, v, q_r = TurnedHeads.apply(qkv, *table, self.n_head) if turned else heads(qkv, table, self.n_head, d)
         if cache is not None:  # keys and values of all tokens so far
             for seen, new in zip(cache, (k, v)):
                 seen[:, :, at if mask is not None else slice(*at)] = new.to(seen.dtype)
@@ -392,12 +412,12 @@ class Attention(nn.Module):
         p = self.resid_dropout.p if self.training else 0.0
         if self.attn == "dva_outer":
             v, k_r = v.chunk(2, -1)
-            y = attention(q, k, v, q_r.squeeze(3), k_r, p, mask)                         # (S * (Q_R V^T)) K_R
+            y = attention(q, k, v, q_r, k_r, p, mask)                                    # (S * (Q_R V^T)) K_R
         else:
             y = attention(q, k, v, dropout=p, mask=mask)                                 # S V, or S [V, K_R]
         if self.attn == "dva":
             y, y_r = y.chunk(2, -1)
-            y = torch.addcmul(y, q_r.squeeze(3), y_r)                                    # S V + Q_R * (S K_R)
+            y = torch.addcmul(y, q_r, y_r)                                               # S V + Q_R * (S K_R)
         y = y.transpose(1, 2).reshape(B, T, d)                                           # Concat(heads)
         if norm is not None:
             return hadamard_affine_norm(y, self.alpha, self.beta, residual, norm.weight, getattr(norm, "bias", None), norm.eps,

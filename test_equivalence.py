@@ -1030,6 +1030,47 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
 # GPT: attention and generation
 
 
+@pytest.mark.parametrize("attn", ["mha", "dva"])
+def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
+    torch._dynamo.reset()
+    m, idx, results = make(double=True, attn=attn), torch.randint(0, 97, (2, 9)), []
+    there, T, d, h = copy.deepcopy(m), 9, m.config.n_embd, m.config.n_head
+    table, calls = model_py.rope_table(T, d // h), []
+    with unittest.mock.patch.object(model_py, "rope_backward", lambda *a: calls.append(a) or kernels.rope_backward(*a)):
+        for model, x in ((m, idx), (there, idx.as_subclass(Cuda))):
+            model(x).as_subclass(torch.Tensor).square().sum().backward()
+            assert len(calls) == (0 if x is idx or kernels.triton is None else len(m.h))
+            with torch.no_grad():
+                model(x)
+    assert all(error(p.grad, q.grad) < 1e-12 for p, q in zip(there.parameters(), m.parameters()))
+    qkv = randn(2, T, (3 if attn == "mha" else 5) * d, grad=True)
+    turned = lambda qkv: model_py.TurnedHeads.apply(qkv, *table, h)
+    outs = [f(qkv) for f in (lambda qkv: model_py.heads(qkv, table, h, d), turned, torch.compile(turned, fullgraph=True, backend="aot_eager"))]
+    dys = [torch.randn_like(y.mT).mT for y in outs[0] if y is not None]  # of strides that no kernel likes
+    for out in outs:
+        out = [y for y in out if y is not None]
+        results.append([y.detach() for y in out] + [*torch.autograd.grad(out, qkv, dys)])
+    torch.testing.assert_close(results[1:], results[:1] * 2, rtol=0, atol=1e-14)
+    torch.library.opcheck(kernels.rope_backward, ([dys[0].detach()] * 3, *table), test_utils=("test_schema", "test_faketensor"))
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
+def test_rope_backward_kernel_turns_back_and_takes_any_strides(dtype, tol):
+    device = GPU if torch.cuda.is_available() else "cpu"
+    for B, T, h, w in ((2, 37, 3, 6), (1, 5, 1, 2), (2, 18, 5, 64), (1, 3, 5, 96), (0, 3, 2, 4)):  # beside tiles of 16 rows, 4 heads, 2^n
+        wide, late, turned, first = (torch.randn(*s, device=device).to(dtype) for s in ((B, h, T, 2 * w), (B, T, h, w), (B, h, w, T), (1, h, T, w)))
+        grads = [wide[..., w:], late.transpose(1, 2), turned.mT, first.expand(B, h, T, w)]
+        cos, sin = model_py.rope_table(T, w, device)
+        out = torch.full((B, T, 4, h, w), math.nan, device=device, dtype=dtype)
+        kernels._rope_backward_triton(grads, cos, sin, out)
+        x = torch.zeros(B, T, h, w, dtype=torch.float64, device=device, requires_grad=True)
+        exact = [torch.autograd.grad(model_py.rope(x, cos, sin), x, g.transpose(1, 2).double())[0] for g in grads[:2]]
+        exact += [g.transpose(1, 2).double() for g in grads[2:]]
+        assert B == 0 or error(out, torch.stack(exact, 2)) < tol
+        assert torch.equal(out[:, :, 2:], torch.stack(exact[2:], 2).to(dtype))
+
+
 def test_gpt_sees_no_later_token_and_rope_only_distances():
     for attn in CHOICES["attn"]:
         m, idx = make(attn=attn), torch.randint(0, 97, (2, 12))
@@ -5725,13 +5766,14 @@ HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more)
 POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((136, "pool"), (160, "pool backward"))  # most registers
              for sm, dtype, *flags in ((90, "bf16"), (80, "fp32"), (90, "bf16", "ACT"), (90, "bf16", "SUMMARY"), (100, "fp16", "SEGMENTED"),
                                        (90, "fp32", "SEGMENTED"))]
+ROPE_CODE = [(0, "rope backward", 90, "bf16", 64, 12), (0, "rope backward", 90, "bf16", 96, 16)]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(request, tmp_path_factory):
     "{case: code_of it, to come}: a process compiles what the selected tests want from the start, beside the others, which take one core"
     names, before = str([item.name for item in request.session.items]), os.environ.copy()
-    cases = HADAMARD_CODE * ("hadamard_machine_code" in names) + POOL_CODE * ("fopool_machine_code" in names)
+    cases = HADAMARD_CODE * ("hadamard_machine_code" in names) + POOL_CODE * ("fopool_machine_code" in names) + ROPE_CODE * ("rope_machine_code" in names)
     if kernels.triton is None or not cases:
         yield
         return
@@ -5789,6 +5831,16 @@ def test_fopool_machine_code_has_no_spills_and_few_instructions(compiled):
         assert len(loads) >= 2 * (3 + back - (flag == "SUMMARY")) * code.plan["U"]
         assert code.loop <= {"SUMMARY": 30, "ACT": 46 if back else 29}.get(flag, 66 if back else 43)
         assert code.far >= (20 if flag == "SUMMARY" else 43 if back else 70)  # 64-bit offsets
+
+
+@needs_triton
+def test_rope_machine_code_moves_16_bytes_a_thread_and_shares_none(compiled):
+    for what in ROPE_CODE:
+        code = compiled[what].result()
+        memory = [op for op in code.ops if op.startswith(("LDG", "STG", "LDS", "STS", "LDL", "STL"))]
+        print(what, f"{code.each:.1f} instructions an element, {code.far} far, {code.registers} registers")
+        assert len(memory) == 2 * code.plan["U"] + 2 and all(".128" in op for op in memory), memory  # cos and sin for all heads at once
+        assert code.registers <= 64 and code.stack == code.shared == 0 and code.each < 24
 
 
 # -----------------------------------------------------------------------------
