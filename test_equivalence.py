@@ -1045,7 +1045,8 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
     assert all(error(p.grad, q.grad) < 1e-12 for p, q in zip(there.parameters(), m.parameters()))
     qkv = randn(2, T, (3 if attn == "mha" else 5) * d, grad=True)
     turned = lambda qkv: model_py.TurnedHeads.apply(qkv, *table, h)
-    outs = [f(qkv) for f in (lambda qkv: model_py.heads(qkv, table, h, d), turned, torch.compile(turned, fullgraph=True, backend="aot_eager"))]
+    compiled = torch.compile(turned, fullgraph=True, backend="aot_eager")
+    outs = [f(qkv) for f in (lambda qkv: model_py.heads(qkv, table, h, d), turned, compiled)]
     dys = [torch.randn_like(y.mT).mT for y in outs[0] if y is not None]  # of strides that no kernel likes
     for out in outs:
         out = [y for y in out if y is not None]
@@ -1059,7 +1060,8 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
 def test_rope_backward_kernel_turns_back_and_takes_any_strides(dtype, tol):
     device = GPU if torch.cuda.is_available() else "cpu"
     for B, T, h, w in ((2, 37, 3, 6), (1, 5, 1, 2), (2, 18, 5, 64), (1, 3, 5, 96), (0, 3, 2, 4)):  # beside tiles of 16 rows, 4 heads, 2^n
-        wide, late, turned, first = (torch.randn(*s, device=device).to(dtype) for s in ((B, h, T, 2 * w), (B, T, h, w), (B, h, w, T), (1, h, T, w)))
+        wide, late, turned, first = (torch.randn(*shape, device=device).to(dtype) for shape in (
+            (B, h, T, 2 * w), (B, T, h, w), (B, h, w, T), (1, h, T, w)))
         grads = [wide[..., w:], late.transpose(1, 2), turned.mT, first.expand(B, h, T, w)]
         cos, sin = model_py.rope_table(T, w, device)
         out = torch.full((B, T, 4, h, w), math.nan, device=device, dtype=dtype)
