@@ -5769,13 +5769,14 @@ POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((136, "poo
              for sm, dtype, *flags in ((90, "bf16"), (80, "fp32"), (90, "bf16", "ACT"), (90, "bf16", "SUMMARY"), (100, "fp16", "SEGMENTED"),
                                        (90, "fp32", "SEGMENTED"))]
 ROPE_CODE = [(0, "rope backward", 90, "bf16", 64, 12), (0, "rope backward", 90, "bf16", 96, 16)]
+CODE = dict(hadamard=HADAMARD_CODE, fopool=POOL_CODE, rope=ROPE_CODE)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(request, tmp_path_factory):
     "{case: code_of it, to come}: a process compiles what the selected tests want from the start, beside the others, which take one core"
     names, before = str([item.name for item in request.session.items]), os.environ.copy()
-    cases = HADAMARD_CODE * ("hadamard_machine_code" in names) + POOL_CODE * ("fopool_machine_code" in names) + ROPE_CODE * ("rope_machine_code" in names)
+    cases = [case for code in ("hadamard", "fopool", "rope") if f"{code}_machine_code" in names for case in CODE[code]]
     if kernels.triton is None or not cases:
         yield
         return
