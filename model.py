@@ -1552,14 +1552,17 @@ class Replayed:
     runs as it is, which compiles what there is to compile; the next of these shapes is recorded, and from then on replayed.
 
     batch, state: lists or tuples of tensors, nested as may be, or None. figures: two numbers, overwritten by the next step. on=False: no
-    graphs. A step that changes the shapes of its state is never recorded. Dropout draws what it would without a graph."""
+    graphs. A step that changes the shapes of its state is never recorded. Dropout draws what it would without a graph.
 
-    def __init__(self, update, optimizer, on):
-        self.update, self.optimizer, self.on = update, optimizer, on
+    whole=False: update is a part of a step, which adds to the gradients of optimizer's parameters and steps none of them: a graph adds to
+    the tensors it was recorded with, so gradients are to be zeroed, never None."""
+
+    def __init__(self, update, optimizer, on, whole=True):
+        self.update, self.optimizer, self.on, self.whole = update, optimizer, on, whole
         self.steps, self.states, self.pool = {}, {}, None
 
-    def __call__(self, batch, state, lr):
-        for group in self.optimizer.param_groups:
+    def __call__(self, batch, state, lr=None):
+        for group in self.optimizer.param_groups if self.whole else ():
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -1590,7 +1593,8 @@ class Replayed:
 
     def record(self, batch, state, lr, kind_of_state):
         device = tensors(batch)[0].device
-        for group in self.optimizer.param_groups:  # numbers would be recorded as they are now
+        keep = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for group in self.optimizer.param_groups if self.whole else ():  # numbers would be recorded as they are now
             if not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(lr, device=device)
                 group |= dict(capturable=True) if "capturable" in group else {}
@@ -1605,11 +1609,13 @@ class Replayed:
             for old, new in zip(tensors(state), tensors(after)):
                 old.copy_(new)
 
-        keep = [p for group in self.optimizer.param_groups for p in group["params"]]
-        keep += [t for p in keep for t in self.optimizer.state[p].values() if isinstance(t, torch.Tensor)] + tensors(state)
+        if self.whole:
+            keep += [t for p in keep for t in self.optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+        else:
+            keep = [p.grad for p in keep]
         drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self.pool = self.pool or device.type == "cuda" and torch.cuda.graph_pool_handle() or None
-        replay = captured(work, device, keep, self.pool)
+        replay = captured(work, device, keep + tensors(state), self.pool)
         if drawn is not None:
             torch.cuda.set_rng_state(drawn, device)
         return replay, batch, state, figures

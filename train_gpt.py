@@ -85,7 +85,7 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, data order and dropout (default 1337)")
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
-    add("--compile", type=flag01, help="torch.compile the model and, on one GPU, replay a step of a single micro-batch as a CUDA graph "
+    add("--compile", type=flag01, help="torch.compile the model and, on one GPU, replay steps, or their micro-batches, as CUDA graphs "
                                        "(default 1 on CUDA, where Triton is installed)")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args(argv))
@@ -125,29 +125,36 @@ def build(s, c, data, m):
 
 def stepper(model, optimizer, s, m, accumulate):
     "-> step([(x, y), ..], None, lr) -> (loss, the gradient's norm before clipping), None: one update of the weights"
+    def add(micro_batch, loss):
+        "A micro-batch's gradients to those before it; loss, [()], with its share"
+        with m.autocast():
+            share = (m.net or model)(*micro_batch) / accumulate
+        share.backward()
+        loss = loss[0] + share.detach()
+        return loss, [loss]
+
     def update(batch, _):
-        loss = torch.zeros((), device=m.device)
-        for i, (x, y) in enumerate(batch):
+        loss = [torch.zeros((), device=m.device)]
+        for i, micro_batch in enumerate(batch):
             if m.world > 1:
                 m.net.require_backward_grad_sync = i == accumulate - 1
-            with m.autocast():
-                part = (m.net or model)(x, y) / accumulate
-            part.backward()
-            loss += part.detach()
+            _, loss = part(micro_batch, loss)
         missing = [n for n, p in model.named_parameters() if p.grad is None]
         assert not missing, f"no gradient reaches {missing}"
         norm = clip_(model, s["grad_clip"])
         optimizer.step()
-        optimizer.zero_grad()
-        return torch.stack((loss, norm)), None
+        optimizer.zero_grad(set_to_none=not part.on)
+        return torch.stack((*loss, norm)), None
 
-    # graphs of micro-batches small enough not to be accumulated: larger ones keep the GPU busy anyway, and a graph its memory. Compiled,
-    # attention by blocks draws its dropout from a seed of the CPU's, which would be recorded
+    # A graph of the whole step or, where there are several micro-batches, of one, replayed for each: the optimiser's launches are few beside
+    # theirs. Compiled, attention by blocks draws its dropout from a seed of the CPU's, which would be recorded
     c = model.config
     values = c.n_embd // c.n_head * (2 if c.attn == "dva" else 1)
     blocks = (c.attn == "dva_outer" or values > 256) and c.block_size > values
-    return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and accumulate == 1
-                    and not (blocks and c.dropout))
+    on = s["compile"] and m.device.type == "cuda" and m.world == 1 and not (blocks and c.dropout)
+    step, part = Replayed(update, optimizer, on and accumulate == 1), Replayed(add, optimizer, on and accumulate > 1, whole=False)
+    step.part = part
+    return step
 
 
 # -----------------------------------------------------------------------------
@@ -291,7 +298,8 @@ def main():
         f"a step: {B} x {T} tokens = {shares}{accumulate} micro-batches x {micro} sequences")
     falls = "" if s["schedule"] == "constant" else f" -> {s['min_lr']:g}"
     say(f"{s['max_steps']} steps, {s['max_steps'] * B / windows.count:.2g} epochs, lr {s['lr']:g}{falls}, "
-        f"{'compiled' if s['compile'] else 'not compiled'}{', steps as CUDA graphs' * update.on}; "
+        f"{'compiled' if s['compile'] else 'not compiled'}{', steps as CUDA graphs' * update.on}"
+        f"{', micro-batches as CUDA graphs' * update.part.on}; "
         f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
 
     def save(step):
