@@ -3767,7 +3767,8 @@ def test_train_steps_replayed_are_steps(device, monkeypatch):
                 step = train_shaq.stepper(model, optimizer, dict(grad_clip=0.25, compile=False, optimizer="lamb"), m)
             replayed = step.part if kind == "gpt's micro-batches" else step
             assert not replayed.on  # as the model is not compiled
-            replayed.on, state, found, ids = on, None, [], torch.randint(11, (13, 3, 17), generator=torch.Generator().manual_seed(1)).to(m.device)
+            ids = torch.randint(11, (13, 3, 17), generator=torch.Generator().manual_seed(1)).to(m.device)
+            replayed.on, state, found = on, None, []
             for i, n in enumerate((16, 16, 16, 12, 16, 12, 16, 16, 12, 12, 16, 5, 16)):  # the memory is full after three
                 torch.manual_seed(i)
                 batch = ids[i, :, :n], ids[i, :, 1:n + 1]
