@@ -146,8 +146,8 @@ def stepper(model, optimizer, s, m, accumulate):
         optimizer.zero_grad(set_to_none=not part.on)
         return torch.stack((*loss, norm)), None
 
-    # A graph of the whole step or, where there are several micro-batches, of one, replayed for each: the optimiser's launches are few beside
-    # theirs. Compiled, attention by blocks draws its dropout from a seed of the CPU's, which would be recorded
+    # A graph of the whole step or, of several micro-batches, of one, replayed for each: the optimiser's launches are few beside theirs.
+    # Compiled, attention by blocks draws its dropout from a seed of the CPU's, which would be recorded
     c = model.config
     values = c.n_embd // c.n_head * (2 if c.attn == "dva" else 1)
     blocks = (c.attn == "dva_outer" or values > 256) and c.block_size > values
