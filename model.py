@@ -509,8 +509,8 @@ class HeadLoss(torch.autograd.Function):
             # With top added to both, logits of 20 would round a loss of 1e-3 by 1e-3.
             if torch.compiler.is_compiling():  # one kernel each, that reads logits; a scatter would write and read all of p in fp32
                 lse = (logits - top).exp_().sum(-1, keepdim=True).log_()
-                one_hot = (counts & (target == torch.arange(len(weight), device=x.device))).to(logits.dtype)
-                p = ((logits - top - lse.masked_fill(~counts, math.inf)).exp() - one_hot) / at_least_1
+                own_column = target.int() == torch.arange(len(weight), dtype=torch.int32, device=x.device)  # int64 would take twice as long
+                p = ((logits - top - lse).exp() - own_column.to(logits.dtype)) * (counts.to(logits.dtype) / at_least_1)
             else:  # in place: no second n x V numbers, and each e^x once
                 p = logits.sub_(top).exp_()
                 total = p.sum(-1, keepdim=True)
