@@ -715,7 +715,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     M = mh * mi
     if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and (d // n_head % 8 or n_head > 64)):
         return None
-    if kind == "backward" and (n_head > 48 if heads_only else d > (1536 if bits == 16 else 8192)):
+    if kind == "backward" and (n_head > 48 if heads_only else d > (1024 if bits == 16 else 8192)):
         return None  # two kernels, at 8 bytes an element for 6: one would spill, or is slower than the two
     if heads_only:
         inner, P, C = 0, ch, d // n_head
@@ -736,19 +736,20 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # a thread's numbers: of a tile, of all
         if "few" in kind and M > 1 and d <= (2560 if kind == "few" else 1536):  # across warps each of M narrow tiles would take up to four
             warps = 1                                                           # barriers, 47 at d = 768; the norm at 2560 would spill
-        if kind in ("grads", "backward"):  # a thread has three such sets, or four
-            if bits == 16:
-                warps = (1 if d <= 2048 else 2 if d <= 3072 else 4 if d <= 6144 else warps) if kind == "grads" else 2 if d <= 1024 else 4
-                numbers = 48
-            elif kind == "backward" or d > 1024:
+        if kind == "grads":  # a thread has three such sets
+            if d <= 3072 or bits == 16:
+                warps, numbers = 1 if d <= 2048 else 2 if d <= 3072 else 4 if d <= 6144 else warps, 48
+            else:
                 numbers = 32
+        elif kind == "backward":  # four
+            warps, numbers = 1 if d <= 1024 else warps, 48 if bits == 16 else 32
         elif kind == "norm":  # the old and new residual, too
             warps, numbers = (1, 48) if d <= 1536 else (2, 48) if d <= 3072 else (4, 40)
         elif kind == "norm backward":  # six sets; with M tiles, M numbers at least, one of each
-            warps, numbers = 2 if d <= 1024 else 4 if d <= 3072 else 8, max(24, M)
-        elif bits == 16 and "few" not in kind:  # a warp holds whole rows: only shuffles pass between its threads
+            warps, numbers = 1 if d <= 768 else 2 if d <= 1024 else 4 if d <= 3072 else 8, max(24, M)
+        elif "few" not in kind and (bits == 16 or d <= 4096):  # a warp holds whole rows: only shuffles pass between its threads
             if d <= 4096:
-                warps, each, numbers = 1, 8 if d == 2048 and kind == "forward" else 4, 48 if d <= 768 else 128
+                warps, each, numbers = 1, 8 if d == 2048 and kind == "forward" and bits == 16 else 4, 48 if d <= 768 else 128
             else:
                 each, numbers = 8, 128 if d <= 8192 else 64  # the more stand in one thread, the fewer shuffles; above, they would spill
         R = 1 if "few" in kind or warps == 1 and d > 768 else max(1, numbers * 32 * warps // d)
@@ -803,11 +804,12 @@ def _multiprocessors(device):  # the interpreter has as many as an H200
 
 
 def _programs(N, plan, warps, device, kind):
-    """How many a kernel that sums over rows is given: as many as a multiprocessor's registers hold, 8 warps of 255 or 12 of 168 a thread, as
-    more would run after the others, alone"""
+    """How many a kernel that sums over rows is given: as many as a multiprocessor's registers hold, 8 warps of 255 a thread, 12 of 168 or 16
+    of 128, as more would run after the others, alone"""
     numbers = plan["R"] * plan["W"] * plan["M"] * plan["P"] // (32 * warps)  # of a thread, a tensor
-    most = 32 if kind == "backward" else 0 if plan["INNER"] else 48 if kind == "grads" else 16
-    return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, (12 if numbers <= most else 8) // warps))
+    few = 32 if kind == "backward" or plan["INNER"] and kind == "grads" else 48 if kind == "grads" else 0 if plan["INNER"] else 16
+    held = 8 if numbers > few else 16 if plan["INNER"] and kind == "grads" else 12
+    return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, held // warps))
 
 
 def _norm_backward_triton(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only):
