@@ -807,7 +807,9 @@ def _programs(N, plan, warps, device, kind):
     """How many a kernel that sums over rows is given: as many as a multiprocessor's registers hold, 8 warps of 255 a thread, 12 of 168 or 16
     of 128, as more would run after the others, alone"""
     numbers = plan["R"] * plan["W"] * plan["M"] * plan["P"] // (32 * warps)  # of a thread, a tensor
-    few = 32 if kind == "backward" or plan["INNER"] and kind == "grads" else 48 if kind == "grads" else 0 if plan["INNER"] else 16
+    few = 32 if kind == "backward" or plan["INNER"] and kind == "grads" else 48 if kind == "grads" else 0
+    if kind == "norm backward" and not plan["INNER"]:
+        few = 16 if plan["W"] > 64 else 12  # 16 heads of 64 take 188 registers
     held = 8 if numbers > few else 16 if plan["INNER"] and kind == "grads" else 12
     return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, held // warps))
 
