@@ -818,7 +818,7 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "pool", "pool backward", or,
     for n_head heads of d, "rope backward"; flags: of the kernel; residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a
     thread and of shared memory; ops, the opcodes with their modifiers in order; instructions an element in all (each) and in the longest
-    loop (loop); far, how many tensors of addresses are made with 64-bit offsets; plan. Not in a process that has TRITON_INTERPRET=1."""
+    loop (loop); far, how many addresses, or tensors of them, have 64-bit offsets; plan. Not in a process that has TRITON_INTERPRET=1."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     rows = f"*{dtype}"
@@ -869,7 +869,7 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     return SimpleNamespace(registers=found["REG"], stack=found["STACK"] + found["LOCAL"], plan=plan,
                            shared=compiled.metadata.shared,  # the cubin does not know: it is asked for at the launch
                            ops=[op for _, op, _ in lines], each=len(lines) * each, loop=loop * each,
-                           far=len(re.findall(r"tt\.addptr .*xi64>", compiled.asm["ttir"])))
+                           far=len(re.findall(r"tt\.addptr .*(?:xi64>|, i64)", compiled.asm["ttir"])))
 
 
 def follow_parent():

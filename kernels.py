@@ -292,12 +292,13 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 #     W, R     a tile is (R, W), W = A * CW. H_W is H_A (x) H_C, so the factor across tiles stands in the middle of H_A (x) H_NT (x) H_C,
 #              which with A > 1 is the layer's H for, say, 16 heads of 96 = 12 * 8
 #     V        how many neighbours in a row a thread holds
+#     TURN     by how many places a program's first numbers have been turned: see _inner. 1 where tiles are pieces of 16 bytes (16 heads of
+#              96): so each load takes two neighbouring pieces, a sector of the cache
 # The plans are measured on an H200 (November 2026, 65,536 rows in bf16), which counting instructions in compiled code did not foresee: for
-# d = 1024 it favours tensor cores (12.6 an element; 22 by butterflies), yet 16 rows in four warps of 197 registers took 104 us, and one row in
-# one warp of 72 takes 80, a copy 66. Many small programs hide what each waits for. So, too: 4 neighbours a thread, though 8 would load 16
-# bytes at once (93 us); no copies ahead into shared memory in a loop over rows (188 us). What is left is mostly shuffles and the loads of
-# alpha and beta, which share a multiprocessor's pipe to its L1. H_16 (x) H_96 (d = 1536) is worst, 240 us to a copy's 96: its tiles are
-# pieces of 16 bytes, 192 apart; regrouped in shared memory they took 1,700.
+# d = 1024 it favours tensor cores (12.6 an element; 20 by butterflies), yet 16 rows in four warps of 197 registers took 104 us, and one row in
+# one warp of 64 takes 76, a copy 65. Many small programs hide what each waits for. So, too: no copies ahead into shared memory in a loop over
+# rows (188 us), no vectors loaded before they are wanted (76 to 77). Half the shuffles (_inner) took 241 us to 128 for d = 1536, a copy 97,
+# 190 to 153 for 2048. What is left is mostly the loads of alpha and beta: with pre alone, d = 1024 runs at 0.98 of a copy's rate.
 
 if triton is not None:
 
@@ -444,8 +445,8 @@ if triton is not None:
 
     @triton.jit
     def _across(t, M: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr):
-        """H_M (x) H_(P / LEAST) (x) I over the tuple of M * P tiles. M is 1, 12, 20 or 28; the last three are of Paley's second construction: with one more
-        butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), at half of the additions."""
+        """H_M (x) H_(P / LEAST) (x) I over the tuple of M * P tiles. M is 1, 12, 20 or 28, the last three of Paley's second construction: with
+        one more butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), at half of the additions."""
         for s in tl.static_range(16):
             if LEAST <= 1 << s and 1 << s < P * (1 + (M > 1)):
                 n = ()
@@ -581,7 +582,7 @@ if triton is not None:
         sums over this program's rows of the gradients of alpha (dresidual * scale * (x @ H)), beta, weight and shift, each in row
         program_id(0) of a (G, D). In bf16 with an fp32 residual it moves 18 bytes an element; with a second kernel for alpha and beta it
         was 22, and torch.compile's version of the formula (_norm_backward_torch) and two transforms some 34. On an H200 it runs at 0.8 to 1.0
-        of a copy's rate where it mixes heads only, else at 0.45 to 0.8: beside its sums a thread's registers hold few rows."""
+        of a copy's rate where it mixes heads only, else at 0.6 to 0.8: beside its sums a thread's registers hold few rows."""
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         back = _places(M, P, C, CW, W, INNER, V, TURN + 2)
         unit, unit_back = _signs(scale, M, P, W, INNER, V, TURN), _signs(scale, M, P, W, INNER, V, TURN + 1)
@@ -652,7 +653,7 @@ if triton is not None:
                                V: tl.constexpr, TURN: tl.constexpr):
         """Partial sums over this program's rows of dy * scale * (x @ H) and of dy, in row program_id(0) of dalpha and dbeta, (G, D) fp32.
         Unless dx and alpha are None, also dx = scale * ((alpha * dy) @ H), while dy is at hand: all three gradients at 6 bytes an element
-        in bf16. On an H200 124 us for d = 768, where two kernels take 140, but 480 for 2048, where they take 370. x @ H is recomputed, not
+        in bf16. On an H200 112 us for d = 768, where two kernels take 129, but 446 for 2048, where they take 309. x @ H is recomputed, not
         saved, as attention keeps x anyway. There are no atomics, so the sums come out the same every time."""
         part = tl.program_id(1) * CW
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
@@ -1076,7 +1077,7 @@ _hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
     """Whether hadamard_affine_norm is one kernel on a GPU: it is where a program can hold whole rows. On an H200 it is faster than two steps
-    where it mixes heads only, or up to d = 1024"""
+    where it mixes heads only, or up to d = 768"""
     if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
         return False
     plan = _plan(d, n_head, heads_only, 16, "norm")

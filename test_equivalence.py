@@ -691,8 +691,7 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
     monkeypatch.setattr(kernels, "_FEW", 2)  # both plans with small numbers of rows; R + 1 are a whole block of them, and one more
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     R = {bits: kernels._plan(d, n_head, heads_only, bits)[0]["R"] for bits in (32, 16)}
-    for dtype, N in ((torch.float32, 0), (torch.float32, 1), (torch.float32, R[32] + 1), (torch.float16, 0), (torch.float16, 2),
-                     (torch.float16, R[16] + 1), (torch.bfloat16, 2), (torch.bfloat16, R[16] + 1)):
+    for dtype, N in ((torch.float32, 1), (torch.float32, R[32] + 1), (torch.float16, 0), (torch.float16, 2), (torch.bfloat16, R[16] + 1)):
         x, dy = poisoned(torch.randn(N, d).to(dtype))[0], poisoned(torch.randn(N, d).to(dtype))[0]
         alpha, beta, pre = (poisoned(torch.randn(d))[0] for _ in range(3))
         at_once = [pre] if kernels._plan(d, n_head, heads_only, 8 * dtype.itemsize, "backward") else []
