@@ -688,9 +688,9 @@ def guarded(monkeypatch):
 @needs_triton
 @pytest.mark.parametrize("d, n_head, heads_only", TRITON_LAYERS)
 def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_only, monkeypatch, guarded):
-    monkeypatch.setattr(kernels, "_FEW", 2)  # both plans with small numbers of rows; R + 1 are a whole block of them, and one more
+    monkeypatch.setattr(kernels, "_FEW", 2)  # both plans with small numbers of rows; R + 1 are a whole block of them, or two, and one more
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
-    R = {bits: kernels._plan(d, n_head, heads_only, bits)[0]["R"] for bits in (32, 16)}
+    R = {bits: max(2, kernels._plan(d, n_head, heads_only, bits)[0]["R"]) for bits in (32, 16)}
     for dtype, N in ((torch.float32, 1), (torch.float32, R[32] + 1), (torch.float16, 0), (torch.float16, 2), (torch.bfloat16, R[16] + 1)):
         x, dy = poisoned(torch.randn(N, d).to(dtype))[0], poisoned(torch.randn(N, d).to(dtype))[0]
         alpha, beta, pre = (poisoned(torch.randn(d))[0] for _ in range(3))
@@ -741,7 +741,7 @@ def test_hadamard_triton_takes_any_strides(monkeypatch):
 def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch, guarded):
     monkeypatch.setattr(kernels, "_FEW", 2)
     assert hadamard_norm_is_fused(d, n_head, heads_only)
-    R = {bits: kernels._plan(d, n_head, heads_only, bits, "norm")[0]["R"] for bits in (32, 16)}
+    R = {bits: max(2, kernels._plan(d, n_head, heads_only, bits, "norm")[0]["R"]) for bits in (32, 16)}
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     alpha, beta, weight, shift = (torch.randn(d) for _ in range(4))
     for dtype, wide, N, rms in ((torch.float32, torch.float32, R[32] + 1, False), (torch.float16, torch.float32, R[16] + 1, True),
