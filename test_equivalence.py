@@ -5769,7 +5769,7 @@ HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more)
              (36, 100, "bf16", 1536, True), (25, 100, "bf16", 2048, True)],
     # their gradients, 12 and 18 bytes: 82 and 123 instructions
     "norm backward": [(62, 80, "bf16", 768, False, "fp32"), (82, 90, "bf16", 1536, False, "fp32"), (66, 100, "bf16", 2048, False),
-                      (68, 100, "bf16", 2048, False, "", "RMS"), (46, 90, "bf16", 1024, True, "fp32"), (66, 90, "bf16", 1536, True),
+                      (68, 100, "bf16", 2048, False, "", "RMS"), (47, 90, "bf16", 1024, True, "fp32"), (67, 90, "bf16", 1536, True),
                       (66, 100, "bf16", 1536, True)],
     "norm few": [(42, 90, "bf16", 768, False), (38, 80, "bf16", 768, True), (38, 100, "bf16", 768, True)]
 }.items() for most, sm, dtype, d, *more in rows]
