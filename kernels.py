@@ -658,7 +658,7 @@ if triton is not None:
         part = tl.program_id(1) * CW
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         back = _places(M, P, C, CW, W, INNER, V, TURN + 2)
-        unit, unit_back = _signs(scale, M, P, W, INNER, V, TURN), _signs(scale, M, P, W, INNER, V, TURN + 1)
+        unit, unit_back = _signs(scale, M, P, W, INNER, V, TURN), _signs(1.0, M, P, W, INNER, V, TURN + 1)
         live = None
         if CW > C:
             live = tl.arange(0, W) < C
@@ -667,7 +667,7 @@ if triton is not None:
         by = ()
         if dx is not None:
             for i in tl.static_range(M * P):
-                by = by + (_load_vector(alpha + part, to[i], live, R, W),)
+                by = by + (_load_vector(alpha + part, to[i], live, R, W) * scale,)
         # Two stages: the next rows are copied into shared memory meanwhile, where a thread's share of a row is 4 bytes or more
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=2):
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
