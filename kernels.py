@@ -1171,25 +1171,27 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
 #
 #     dc_t = o_t dh_t + e_(t+1)    do_t = dh_t c_t    dz_t = (1 - f_t) dc_t    df_t = (c_(t-1) - z_t) dc_t    dc_0 = e_1
 #
-# Besides the inputs both paths keep only the state before every FO_CHUNK-th step: `edges`, (T / FO_CHUNK rounded up, B, H). From these the
-# backward pass recomputes the steps in between. It never inverts the recurrence: c_(t-1) = (c_t - ..) / f_t is lost as soon as f is small.
-# Least traffic for N = B*T*H elements in bf16, gates fused: 8 N bytes forward (3 logits in, h out), 14 N backward (3 logits and dh in, 3
-# gradients out), and in each 4 N / FO_CHUNK = N / 4 more for the edges.
-FO_CHUNK = 16
+# Besides the inputs both paths keep only the state before every chunk of FO_CHUNK steps (in PyTorch CPU_CHUNK): `edges`, (T / FO_CHUNK rounded
+# up, B, H). From these the backward pass recomputes the steps in between. It never inverts the recurrence: c_(t-1) = (c_t - ..) / f_t is
+# lost as soon as f is small. Least traffic for N = B*T*H elements in bf16, gates fused: 8 N bytes forward (3 logits in, h out), 14 N
+# backward (3 logits and dh in, 3 gradients out), and in each 4 N / FO_CHUNK = N / 4 more for the edges.
+FO_CHUNK, CPU_CHUNK = 16, 8
 
 
 def _fo_spans(B, T, H):
     """How the CPU cuts time: a list of spans (t, K, L), each K chunks of L steps from step t on, walked side by side.
 
-    One call does one step of all K chunks, K * B * H numbers. With few channels a call costs more than its work: then chunks are FO_CHUNK
-    steps long, and a span takes only that many calls; otherwise K = 1. In a span a bank takes up to 1 MB in fp32 (or FO_CHUNK steps), so
-    that all banks stay in cache (with 2 MB it is 1.1 times slower at H = 1024)."""
-    most = max(1, 2 ** 18 // max(1, FO_CHUNK * B * H)) * FO_CHUNK  # steps
+    One call does one step of all K chunks, K * B * H numbers. With few channels a call costs more than its work: then chunks are CPU_CHUNK
+    steps long, and a span takes only that many calls; otherwise K = 1. In a span a bank takes up to 1 MB in fp32 (or CPU_CHUNK steps), so
+    that all banks stay in cache (with 2 MB it is 1.1 times slower at H = 1024); with few channels 2 MB, as from 32,768 numbers on a call
+    uses several threads (B 16, T 125, H 256: both passes take 0.8 of the time that 1 MB in chunks of 16 steps takes)."""
+    few = B * H <= 2 ** 13
+    most = max(1, (2 ** 19 if few else 2 ** 18) // max(1, CPU_CHUNK * B * H)) * CPU_CHUNK  # steps
     spans, t = [], 0
     while t < T:
         n = min(most, T - t)
-        K = max(1, n // FO_CHUNK) if B * H <= 2 ** 13 else 1
-        L = n if K == 1 else FO_CHUNK
+        K = max(1, n // CPU_CHUNK) if few else 1
+        L = n if K == 1 else CPU_CHUNK
         spans.append((t, K, L))
         t += K * L
     return spans
@@ -1200,15 +1202,18 @@ def _fo_gates_torch(scratch, banks, t, act):
     for row, bank in zip(scratch, banks):
         row.copy_(bank[:, t:t + row.size(1)])
     if act:
-        # tanh x = 2 sigmoid(2x) - 1 takes a quarter of torch.tanh's time on a CPU, and is off by 2e-7 at most in fp32, absolute
+        # tanh x = 2 sigmoid(2x) - 1 takes a quarter of torch.tanh's time on an EPYC, as long on a Xeon; off by 2e-7 at most in fp32, absolute
         scratch[0].mul_(2)
         scratch.sigmoid_()
-        scratch[0].mul_(2).sub_(1)
+        torch.add(scratch.new_tensor(-1.0), scratch[0], alpha=2, out=scratch[0])
 
 
-def _fo_steps(*tensors):
-    "Tensors (B, K, L, H) -> L tuples, the slices (B, K, H) of all of them at each step"
-    return list(zip(*(x.unbind(2) for x in tensors)))
+def _fo_walk(z, f, c):
+    "Fills the steps of c (B, K, L + 1, H) after its first, z, f (B, K, L, H) -> the slices (B, K, H) of f at each step"
+    fs, cs = f.unbind(2), c.unbind(2)
+    for z_t, f_t, c_prev, c_t in zip(z.unbind(2), fs, cs, cs[1:]):
+        torch.lerp(z_t, c_prev, f_t, out=c_t)  # z + f (c - z), exact at f = 0 and f = 1
+    return fs
 
 
 def _fo_forward_torch(z, f, o, c0, act):
@@ -1227,7 +1232,7 @@ def _fo_forward_torch(z, f, o, c0, act):
     state, spans = torch.promote_types(z.dtype, torch.float32), _fo_spans(B, T, H)
     most = max([K * (L + 1) for _, K, L in spans], default=0) * B * H
     h = z.new_empty(B, T, H)
-    edges = z.new_empty(-(-T // FO_CHUNK), B, H, dtype=state)
+    edges = z.new_empty(-(-T // CPU_CHUNK), B, H, dtype=state)
     memory = z.new_empty(4 * most, dtype=state)
     last = z.new_zeros(B, H, dtype=state) if c0 is None else c0.to(state, copy=True, memory_format=torch.contiguous_format)
     for t, K, L in spans:
@@ -1239,18 +1244,18 @@ def _fo_forward_torch(z, f, o, c0, act):
         start.zero_()
         if K == 1:
             start[:, 0] = last
-        for z_t, c_prev, f_t, c_t in _fo_steps(z_, c[:, :, :-1], f_, c[:, :, 1:]):
-            torch.lerp(z_t, c_prev, f_t, out=c_t)  # z + f (c - z), exact at f = 0 and f = 1
+        fs = _fo_walk(z_, f_, c)
         if K > 1:
-            for p_prev, p in _fo_steps(f_[:, :, :-1], f_[:, :, 1:]):
+            for p_prev, p in zip(fs, fs[1:]):
                 p.mul_(p_prev)
             start[:, 0] = last
+            before, after, p = start.unbind(1), end.unbind(1), fs[-1].unbind(1)
             for k in range(1, K):
-                torch.addcmul(end[:, k - 1], f_[:, k - 1, -1], start[:, k - 1], out=start[:, k])
+                torch.addcmul(after[k - 1], p[k - 1], before[k - 1], out=before[k])
             c[:, :, 1:].addcmul_(f_, start[:, :, None])
         last.copy_(end[:, -1])
-        m = -(-L // FO_CHUNK)  # edges of a chunk: one, but for a span that is one long chunk
-        edges[t // FO_CHUNK:t // FO_CHUNK + K * m].unflatten(0, (K, m)).copy_(c[:, :, :L:FO_CHUNK].permute(1, 2, 0, 3))
+        m = -(-L // CPU_CHUNK)  # edges of a chunk: one, but for a span that is one long chunk
+        edges[t // CPU_CHUNK:t // CPU_CHUNK + K * m].unflatten(0, (K, m)).copy_(c[:, :, :L:CPU_CHUNK].permute(1, 2, 0, 3))
         torch.mul(o_, c[:, :, 1:], out=o_)
         h[:, t:t + K * L].copy_(o_.flatten(1, 2))
     return h, last, edges
@@ -1271,10 +1276,9 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
         _fo_gates_torch(memory[:3 * n].view(3, B, K * L, H), (z, f, o), t, act)
         z_, f_, o_, dc, w = memory[:5 * n].view(5, B, K, L, H)  # (B, K, L, H) each, w for whatever comes next
         c = memory[5 * n:][:K * (L + 1) * B * H].view(B, K, L + 1, H)
-        m = -(-L // FO_CHUNK)
-        c[:, :, 0] = edges[t // FO_CHUNK:t // FO_CHUNK + K * m:m].transpose(0, 1)  # every chunk starts on an edge
-        for z_t, c_prev, f_t, c_t in _fo_steps(z_, c[:, :, :-1], f_, c[:, :, 1:]):
-            torch.lerp(z_t, c_prev, f_t, out=c_t)
+        m = -(-L // CPU_CHUNK)
+        c[:, :, 0] = edges[t // CPU_CHUNK:t // CPU_CHUNK + K * m:m].transpose(0, 1)  # every chunk starts on an edge
+        fs = _fo_walk(z_, f_, c)
         span = slice(t, t + K * L)
         w.flatten(1, 2).copy_(dh[:, span])
         torch.mul(w, o_, out=dc)
@@ -1283,15 +1287,18 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
             sigmoid_backward(w, o_, grad_input=w)
         do[:, span].copy_(w.flatten(1, 2))
         dc[:, -1, -1] += e
-        for dc_t, f_next, dc_next in reversed(_fo_steps(dc[:, :, :-1], f_[:, :, 1:], dc[:, :, 1:])):
-            dc_t.addcmul_(f_next, dc_next)  # dc_t = o_t dh_t + f_(t+1) dc_(t+1)
+        dcs = dc.unbind(2)
+        for j in reversed(range(L - 1)):
+            dcs[j].addcmul_(fs[j + 1], dcs[j + 1])  # dc_t = o_t dh_t + f_(t+1) dc_(t+1)
         if K > 1:  # the next chunk's e adds to dc_t: e times w, the product of f from step t + 1 to the chunk's end
             w[:, :, -1] = 1
-            for p, f_next, p_next in reversed(_fo_steps(w[:, :, :-1], f_[:, :, 1:], w[:, :, 1:])):
-                torch.mul(f_next, p_next, out=p)
-            E = torch.zeros_like(dc[:, :, 0])  # (B, K, H), each chunk's e from the chunk after it
+            ws = w.unbind(2)
+            for j in reversed(range(L - 1)):
+                torch.mul(fs[j + 1], ws[j + 1], out=ws[j])
+            E = torch.zeros_like(dcs[0])  # (B, K, H), each chunk's e from the chunk after it
+            Es, dc_0, w_0, f_0 = (x.unbind(1) for x in (E, dcs[0], ws[0], fs[0]))
             for k in reversed(range(K - 1)):
-                torch.addcmul(dc[:, k + 1, 0], w[:, k + 1, 0], E[:, k + 1], out=E[:, k]).mul_(f_[:, k + 1, 0])
+                torch.addcmul(dc_0[k + 1], w_0[k + 1], Es[k + 1], out=Es[k]).mul_(f_0[k + 1])
             dc.addcmul_(w, E[:, :, None])
         torch.mul(f_[:, 0, 0], dc[:, 0, 0], out=e)
         torch.sub(c[:, :, :L], z_, out=w).mul_(dc)  # df_t = (c_(t-1) - z_t) dc_t
@@ -1578,12 +1585,18 @@ def _fo_op(banks: list[torch.Tensor], c0: torch.Tensor | None) -> tuple[torch.Te
     return h, c_last, edges.flatten()  # flat: compiled code would depend on whether a dimension of chunks has size 1
 
 
+def _fo_edges(x):
+    "How many edges there are for x (B, T, any)"
+    chunk = FO_CHUNK if x.is_cuda and triton is not None else CPU_CHUNK
+    return (x.shape[1] + chunk - 1) // chunk
+
+
 @_fo_op.register_fake
 def _(banks, c0):
     B, T, H = banks[0].shape
     H = H // 3 if len(banks) == 1 else H
     x, state = banks[0], torch.promote_types(banks[0].dtype, torch.float32)
-    return x.new_empty(B, T, H), x.new_empty(B, H, dtype=state), x.new_empty((T + FO_CHUNK - 1) // FO_CHUNK * B * H, dtype=state)
+    return x.new_empty(B, T, H), x.new_empty(B, H, dtype=state), x.new_empty(_fo_edges(x) * B * H, dtype=state)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::fo_pool_backward", mutates_args=())
@@ -1594,8 +1607,8 @@ def _fo_backward_op(banks: list[torch.Tensor], edges: torch.Tensor, dh: torch.Te
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in banks]
     dz, df, do = grads[0].chunk(3, dim=-1) if act else grads
     backward = _fo_backward_triton if z.is_cuda and triton is not None else _fo_backward_torch
-    B, T, H = z.shape
-    return grads, backward(z, f, o, edges.view(-(-T // FO_CHUNK), B, H), dh, dc_last, dz, df, do, act)
+    B, _, H = z.shape
+    return grads, backward(z, f, o, edges.view(_fo_edges(z), B, H), dh, dc_last, dz, df, do, act)
 
 
 @_fo_backward_op.register_fake
