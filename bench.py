@@ -45,7 +45,7 @@ import kernels
 import train_gpt
 import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_norm_is_fused, hadamard_path, qrnn_pool
-from model import (GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured,
+from model import (CHOICES, GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured,
                    load_checkpoint, lr_at, machine, model_of, peak_flops, processor)
 from prepare_data import (Parser, die, encode, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
 
@@ -1256,7 +1256,7 @@ def loss_against_compute(runs):
 
 @command(lambda gpu: (
     ("sizes", dict(type=names, default="2x64,3x96,4x128,4x192" if gpu else "1x16,2x16,2x24,2x32", help="names, or layers x width")),
-    ("variants", dict(type=listed(str, OUTS), default="dense,hadamard", help="of attn_out; the first is the baseline")),
+    ("variants", dict(type=listed(str, CHOICES["attn_out"]), default="dense,hadamard", help="of attn_out; the first is the baseline")),
     ("lr", dict(type=listed(number(float, 0)), help="learning rates, each falling to a tenth: of each size and variant the best counts "
                 f"(default {'2e-3,4e-3,8e-3' if gpu else '8e-3,16e-3,32e-3'}; for sizes by name their recipe's)")),
     ("set", dict(action=Joined, help="name=value,.. for all (without it, on a CPU: batches of 2048 tokens, T 128)")),

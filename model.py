@@ -63,7 +63,7 @@ class GPTConfig:
     init: str = "gpt2"            # gpt2 | torch: PyTorch's own defaults, embeddings N(0, 1), as in the book that [2] follows
 
 
-# To add one: its name here, a branch beside the others' (a new attn_out finds alpha and beta ready): train_gpt.py and compare take it
+# To add one: its name here, a branch beside the others' (a new attn_out finds alpha and beta ready): train_gpt.py, compare and scaling take it
 CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])

@@ -4935,7 +4935,7 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
         first.clear()
         rows = bench_run(tmp_path, "scaling", "--sizes=1x8,nano", "--variants=identity,identity", "--tokens_per_param=10", *rates, small)
         assert sorted((r["size"], r["lr"]) for r in rows if "val_loss" in r) == sorted(tried)  # what is named twice runs once
-    bench_run(tmp_path, "scaling", "--sizes=1x8,1x16", "--variants=dense", "--lr=8e-3", "--tokens_per_param=10", small + ",warmup_steps=99")
+    bench_run(tmp_path, "scaling", "--sizes=1x8,1x16", "--variants=none", "--lr=8e-3", "--tokens_per_param=10", small + ",warmup_steps=99")
     assert warm[-2:] == [99, 99] and 99 not in warm[:-2]  # what is typed counts, however short the run
 
 
@@ -5080,7 +5080,7 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
 
 
 @pytest.mark.parametrize("argv", [
-    pytest.param(["code", "--widths=768", "--sm=90"], marks=needs_triton),
+    pytest.param(["code", "--widths=256", "--sm=90"], marks=needs_triton),
     ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1"],
     ["prefill", "--sizes=nano", "--batch=3", "--T=4,8", "--runs=1"],
     ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1", "--presets=shaq,sharnn,mean_mem"],
