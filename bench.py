@@ -325,6 +325,8 @@ class Peak:
                 (F.linear(w, w, w[0]) @ w).sum().backward()
             del w
             self.before = torch.cuda.memory_allocated(m.device)
+            torch.cuda.empty_cache()
+            self.reserved = torch.cuda.memory_reserved(m.device)
             self.forget()
 
     def forget(self):
@@ -333,6 +335,11 @@ class Peak:
 
     def mib(self):
         return (torch.cuda.max_memory_allocated(self.m.device) - self.before) / 2**20 if self.m.device.type == "cuda" else None
+
+    def held(self):
+        "MiB that a GPU keeps now: what the steps of CUDA graphs work in is reserved, and a replay allocates nothing"
+        torch.cuda.empty_cache()
+        return (torch.cuda.memory_reserved(self.m.device) - self.reserved) / 2**20
 
 
 # -----------------------------------------------------------------------------
@@ -1074,8 +1081,10 @@ def bench_decode(args):
             first[out], eager[out] = prompt, steps
             if args.gpu:
                 torch.backends.cuda.enable_cudnn_sdp(True)  # a graph plans only once
-                graph[out] = replay(steps, m)
-                torch.backends.cuda.enable_cudnn_sdp(False)
+                try:
+                    graph[out] = replay(steps, m)
+                finally:  # out of memory, the next case goes on
+                    torch.backends.cuda.enable_cudnn_sdp(False)
         t_first = timed(first, m, args.runs, least=0.0)
         kv = cached * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
         for mode, work in [("eager", eager)] + [("graph", graph)] * args.gpu:
@@ -1180,7 +1189,8 @@ def bench_train(args):
                 t.step(i)
             t.peak.forget()
             t.step(i + 1)
-            memory[name] = t.peak.mib()
+            graphs = t.update.on or getattr(t.update, "part", t.update).on
+            memory[name] = t.peak.held() if graphs else t.peak.mib()
             progress(len(rows) + len(trainers), sum(len(v) for *_, v in groups), began, "train", unit="models", scale=1)
         papers = {}
         if kind == "shaq":  # tokens/s of the paper's model, at any width

@@ -1740,10 +1740,11 @@ def _rope_backward_torch(grads, cos, sin, out):
 def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """grads (B, h, T, w) of q, k and of more parts, with any strides -> that of the parts side by side, (B, T, parts * h * w): those of q
     and k, whose pairs (x_2i, x_2i+1) were turned by the angles of cos and sin (T, 1, w / 2) fp32, turned back in fp32 or wider, the others
-    as they are. Not differentiable."""
+    as they are. Not differentiable. Tables of other shapes that broadcast, such as one for each sequence, take the PyTorch path."""
     B, h, T, w = grads[0].shape
     out = grads[0].new_empty(B, T, len(grads), h, w)
-    by_triton = out.is_cuda and triton is not None and out.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    by_triton = (out.is_cuda and triton is not None and out.dtype in (torch.float32, torch.bfloat16, torch.float16)
+                 and cos.shape == sin.shape == (T, 1, w // 2))
     (_rope_backward_triton if by_triton else _rope_backward_torch)(grads, cos, sin, out)
     return out.flatten(2)
 

@@ -403,7 +403,8 @@ class Attention(nn.Module):
         (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's places in it, (start, stop), or with mask (1, length) an int64 (1,)."""
         B, T, d = x.shape
         qkv = self.c_attn(x)                                                             # (B, T, 3d or 5d)
-        turned = table is not None and qkv.is_cuda and triton is not None and torch.is_grad_enabled()
+        turned = (table is not None and qkv.is_cuda and triton is not None and torch.is_grad_enabled()
+                  and (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None))  # torch.func takes rope() itself
         q, k, v, q_r = TurnedHeads.apply(qkv, *table, self.n_head) if turned else heads(qkv, table, self.n_head, d)
         if cache is not None:  # keys and values of all tokens so far
             for seen, new in zip(cache, (k, v)):
@@ -1577,6 +1578,8 @@ class Replayed:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as e:  # the GPU's random generator would not draw outside a graph any more
+                if isinstance(e.__context__, torch.OutOfMemoryError):  # then ending the graph failed, too
+                    raise e.__context__
                 raise RuntimeError(f"a step could not be recorded as a CUDA graph: --compile=0 goes without one. {e}") from e
         if key not in self.steps:
             with beside(device):
@@ -1612,7 +1615,7 @@ class Replayed:
         if self.whole:
             keep += [t for p in keep for t in self.optimizer.state[p].values() if isinstance(t, torch.Tensor)]
         else:
-            keep = [p.grad for p in keep]
+            keep = [p.grad for p in keep if p.grad is not None]
         drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self.pool = self.pool or device.type == "cuda" and torch.cuda.graph_pool_handle() or None
         replay = captured(work, device, keep + tensors(state), self.pool)

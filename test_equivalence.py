@@ -1052,6 +1052,17 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
         results.append([y.detach() for y in out] + [*torch.autograd.grad(out, qkv, dys)])
     torch.testing.assert_close(results[1:], results[:1] * 2, rtol=0, atol=1e-14)
     torch.library.opcheck(kernels.rope_backward, ([dys[0].detach()] * 3, *table), test_utils=("test_schema", "test_faketensor"))
+    one, dx = idx[:, :1], torch.zeros(2, h, T, d // h).as_subclass(Cuda)
+    with unittest.mock.patch.object(torch.Tensor, "is_cuda", True, create=True):  # torch.func, which takes no such Function, gets rope() itself
+        found = torch.func.grad(lambda p: torch.func.functional_call(m, p, (one,)).square().sum())(dict(m.named_parameters()))
+    m.zero_grad()
+    m(one).square().sum().backward()
+    assert all(error(found[n], p.grad) < 1e-12 for n, p in m.named_parameters() if p.grad.any())
+    with unittest.mock.patch.object(kernels, "_rope_backward_triton", lambda *a: calls.append("triton"), create=True):
+        for shapes in ((2, T, 1, d // h // 2), (1, 1, d // h // 2), (T, 1, d // h // 2)):  # the kernel would read only a table of the last kind
+            calls.clear()
+            kernels.rope_backward._init_fn([dx] * 3, torch.zeros(shapes), torch.zeros(shapes))
+            assert calls == ["triton"] * (len(shapes) == 3 and shapes[0] == T and kernels.triton is not None)
 
 
 @needs_triton
@@ -3785,6 +3796,29 @@ def test_train_steps_replayed_are_steps(device, monkeypatch):
         assert all(error(b, a.double()) < (1e-6 if device == "cpu" else 1e-4) for a, b in zip(*runs)), kind
 
 
+def test_train_steps_that_cannot_be_recorded_say_why(monkeypatch):
+    "Out of memory, also where ending the graph fails then, is that; a parameter without a gradient is named, in whichever step"
+    m, ids = machine("cpu", "float32"), torch.randint(11, (2, 3, 8))
+    model = GPT(GPTConfig(vocab_size=11, n_layer=1, n_head=2, n_embd=16, block_size=8))
+    model.spare = nn.Parameter(torch.zeros(3))
+    step = train_gpt.stepper(model, torch.optim.AdamW(model.parameters()), dict(grad_clip=1.0, compile=False), m, 2)
+    step.part.on, batch = True, [(ids[0, i:i + 1], ids[1, i:i + 1]) for i in (0, 1)]
+    refuses(lambda: step(batch, None, 0.1), "no gradient reaches ['spare']", kind=AssertionError)
+
+    def out_of_memory(*a):
+        try:
+            raise torch.OutOfMemoryError("1 GiB")
+        finally:  # as torch.cuda.graph does
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for captured, kind, words in ((out_of_memory, torch.OutOfMemoryError, ["1 GiB"]), (
+            unittest.mock.Mock(side_effect=RuntimeError("a generator")), RuntimeError, ["could not be recorded", "--compile=0", "a generator"])):
+        monkeypatch.setattr(model_py, "captured", captured)
+        replayed = model_py.Replayed(lambda batch, state: (torch.zeros(2), None), torch.optim.SGD(model.parameters()), True)
+        replayed(ids, None, 0.1)
+        refuses(lambda: replayed(ids, None, 0.1), *words, kind=kind)
+
+
 def test_train_steps_are_replayed_only_where_a_graph_can_hold_them():
     gpu = model_py.Machine(torch.device("cuda"), torch.bfloat16, 0, 1, "")
     wide = dict(vocab_size=11, n_layer=1, n_head=1, n_embd=264, block_size=8, dropout=0.1)
@@ -5190,7 +5224,7 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
             config = (SHAQConfig(**SHAQ_PRESETS[typed["preset"]], mem_len=300, mean_window=100) if kind == "shaq" else
                       GPTConfig(**SIZES[typed["size"]] | {k: v for k, v in typed.items() if k in ("attn", "block_size", "n_layer")}))
             self.s, self.model, self.update = typed, SimpleNamespace(config=config), SimpleNamespace(on=typed.get("preset") == "ffn")
-            self.peak = SimpleNamespace(forget=lambda: self.steps.append("forget"), mib=lambda: 2999.6 + len(self.steps))
+            self.peak = SimpleNamespace(forget=lambda: self.steps.append("forget"), mib=lambda: 2999.6 + len(self.steps), held=lambda: 5000)
 
         def step(self, i):
             self.tokens.append(100 * (i + 1))
@@ -5217,7 +5251,7 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
     assert "**Training steps, compiled; MFU against 1e-05 TFLOP/s, as given** (" in printed
     for line in ("tiny, dense | 1,000 | 450 | 1,500 ± 625 | – | 300 | – | 21.0% | 3,003",
                  "tiny, hadamard | 1,000 | 450 | 2,500 ± 625 | – | 180 | – | 12.6% | 3,003",
-                 "ffn | 1,000 | 450 | 1,500 ± 625 | 10,730 | 225 | 0.02 times | 15.8% | 3,016",
+                 "ffn | 1,000 | 450 | 1,500 ± 625 | 10,730 | 225 | 0.02 times | 15.8% | 5,000",  # a CUDA graph's
                  "mean_mem | 1,000 | 450 | 2,500 ± 625 | 12,315 | 150 | 0.01 times | 10.5% | 3,006",
                  "mean_mem against ffn | 1.15 | 0.67 | -0.48 | +50.0%"):
         assert f"| {line} |\n" in printed, line
@@ -5476,12 +5510,14 @@ def test_bench_timing_interleaves_and_warms_up(monkeypatch):
 
 
 def test_bench_counts_a_gpus_memory_without_what_was_there_before(monkeypatch):
-    real, asked = torch.ones, []
+    real, asked, emptied = torch.ones, [], []
     for name, value in (("memory_allocated", lambda d: 3 * 2**20), ("max_memory_allocated", lambda d: 5.5 * 2**20),
-                        ("reset_peak_memory_stats", asked.append)):
+                        ("reset_peak_memory_stats", asked.append), ("empty_cache", lambda: emptied.append(1)),
+                        ("memory_reserved", lambda d: 2**20 * len(emptied))):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "ones", lambda *a, device, **kw: real(*a, **kw))
-    assert bench.Peak(SimpleNamespace(device=GPU, dtype=torch.float32)).mib() == 2.5 and asked == [GPU]
+    peak = bench.Peak(SimpleNamespace(device=GPU, dtype=torch.float32))
+    assert peak.mib() == 2.5 and asked == [GPU] and peak.held() == 1
     assert bench.Peak(machine("cpu", "float32")).mib() is None
 
 
