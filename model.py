@@ -1701,7 +1701,7 @@ def main():
 
     parser = Parser(prog="model.py", description="Sample from a checkpoint of train_gpt.py or train_shaq.py.")
     parser.add_argument("--ckpt", default="out/gpt/ckpt.pt", help="checkpoint file")
-    parser.add_argument("--prompt", default="\n", help="text to continue (default a line break)")
+    parser.add_argument("--prompt", default="\n", help="text to continue (default a line break); one that begins with a dash: --prompt=-x")
     parser.add_argument("--tokens", type=number(int, 0), default=500, help="how many tokens to add")
     parser.add_argument("--temperature", type=number(float, 0), default=0.8, help="0 takes the likeliest token each time")
     parser.add_argument("--top_k", type=number(int, 0), default=50, help="draw from the k likeliest tokens only; 0: from all")

@@ -80,6 +80,17 @@ def run(main, again="", memory="a smaller model, batch, window or file"):
         if hasattr(stream, "reconfigure"):  # a sample may hold characters that the terminal has not
             stream.reconfigure(errors="backslashreplace")
     try:
+        in_one_line(main, again, memory)
+    except SystemExit as e:
+        group = getattr(sys.modules.get("torch"), "distributed", None)
+        if group and group.is_available() and group.is_initialized():  # gloo's threads could abort Python while it shuts down
+            sys.stdout.flush()
+            os._exit(e.code or 0)
+        raise
+
+
+def in_one_line(main, again, memory):
+    try:
         main()
     except KeyboardInterrupt:
         die("interrupted" + again, 130)
@@ -114,9 +125,14 @@ def report(text):
         warn(f"warning: stdout: {e.strerror}; going on without it")
 
 
+ELSEWHERE = {"--batch_size": "--batch_tokens", "--learning_rate": "--lr", "--max_iters": "--max_steps", "--max_lr": "--lr",
+             "--warmup_iters": "--warmup_steps", "--gradient_accumulation_steps": "--micro_batch", "--context_length": "--block_size"}
+
+
 def nearest(word, words):
-    """'; did you mean X?' for the closest of words, '' if none is close."""
-    close = difflib.get_close_matches(word, words, n=1)
+    """'; did you mean X?' for the closest of words, or what other scripts call word; '' if none is close."""
+    other = ELSEWHERE.get(word.replace("-", "_").replace("__", "--", 1))
+    close = [other] if other in words else difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -772,7 +788,8 @@ def prepare_fineweb(folder, name, url, shards):
                 used = download(f"{url}/{shard}", path)
             t, failed = None, 0
             try:
-                t = Tokens([used], vocab, "the same command again (the file was removed)")
+                again = f"another folder: --from_file FOLDER, whose {shard} is whole" if url.startswith("file:") else "the same command again"
+                t = Tokens([used], vocab, again)
                 size[split] += sum(int(lengths[t[i:i + 2**22]].sum()) for i in range(0, len(t), 2**22))
             except SystemExit as e:
                 failed = e.code

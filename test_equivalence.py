@@ -2010,7 +2010,7 @@ def test_train_learns_logs_samples_and_saves(train, tmp_path, sampled):
     loss, val = losses(log)
     first = log[0]
     assert first["settings"]["lr"] == 0.02 and first["config"]["attn_out"] == "hadamard"
-    assert {"python", "torch", "git"} <= set(first["versions"])
+    assert {"python", "torch", "numpy", "triton", "git"} <= set(first["versions"])
     assert "float32" in first["machine"] and first["params"] == GPT(GPTConfig(**first["config"])).num_params()
     assert list(loss) == list(range(40)) and list(val) == [0, 20, 40] and val[0] > 5.4 > 4.0 > val[40] and loss[39] < 4.0
     assert all(word in out for word in ("sample:", "ckpt.pt", "log.jsonl", "4 sequences", f"{first['params']:,}"))
@@ -2310,6 +2310,7 @@ BAD_FLAGS = [
     (1, ["--n_embd=100"], ["100", "96 and 104"]), (1, ["--n_embd=33"], ["n_embd=33", "n_head=2"]),
     (1, ["--attn_out=head_hadamard", "--n_head=6", "--n_embd=96"], ["n_head", "6", "4 and 8"]),
     (1, ["--attn=dva"], ["attn=dva", "attn_out"]), (1, ["--batch_tokens=300"], ["--batch_tokens=300", "take 256\n"]),
+    (2, ["--batch-size=8"], ["unknown flag --batch-size; did you mean --batch_tokens?"]),  # what others call it
     (1, ["--batch_tokens=288", "--micro_batch=2"], ["--batch_tokens=288", "take 256"]),
     (1, [f"--n_embd={2**24}", "--batch_tokens=300"], ["--batch_tokens=300", "take 256"]),  # said before a large model is made
     (1, ["--batch_tokens=262144"], ["the training data has", "takes 8192 windows of 32: lower --batch_tokens"]),
@@ -5787,11 +5788,11 @@ def test_bench_plot_of_logs_and_what_it_says_where_it_cannot_draw(tmp_path, caps
 
 HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more) for kind, rows in {  # code_of's arguments behind
     # most instructions an element (gradients: in the loop), a little above what Triton 3.6 to 3.9 give
-    "forward": [(23, 90, "bf16", 768, False), (22, 100, "bf16", 768, False), (21, 90, "bf16", 1024, False), (19, 90, "fp32", 1024, False),
+    "forward": [(23, 90, "bf16", 768, False), (22, 100, "fp16", 768, False), (21, 90, "bf16", 1024, False), (19, 90, "fp32", 1024, False),
                 (26, 90, "bf16", 1536, False), (20, 90, "bf16", 2048, False), (24, 80, "bf16", 2560, False), (13, 90, "bf16", 768, True),
                 (17, 80, "bf16", 1536, True)],
     "pre": [(23, 90, "bf16", 768, False), (25, 80, "bf16", 1536, False)],
-    "few": [(27, 90, "bf16", 768, False), (27, 100, "bf16", 768, False)],
+    "few": [(27, 80, "bf16", 768, False), (27, 100, "bf16", 768, False)],
     "grads": [(20, 90, "bf16", 1024, False), (26, 80, "bf16", 1536, False), (10, 100, "bf16", 768, True),
               (12, 90, "bf16", 1024, True, "fp32")],
     # all three gradients at once: 6 and 12 bytes an element, 41 and 82 instructions
@@ -5809,7 +5810,7 @@ HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more)
 POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((136, "pool"), (160, "pool backward"))  # most registers
              for sm, dtype, *flags in ((90, "bf16"), (80, "fp32"), (90, "bf16", "ACT"), (90, "bf16", "SUMMARY"), (100, "fp16", "SEGMENTED"),
                                        (90, "fp32", "SEGMENTED"))]
-ROPE_CODE = [(0, "rope backward", 90, "bf16", 64, 12), (0, "rope backward", 90, "bf16", 96, 16)]
+ROPE_CODE = [(0, "rope backward", sm, "bf16", *shape) for sm, shape in ((90, (64, 12)), (80, (96, 16)), (100, (64, 12)))]
 CODE = dict(hadamard=HADAMARD_CODE, fopool=POOL_CODE, rope=ROPE_CODE)
 
 

@@ -8,10 +8,10 @@ Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value 
 
 The batch is given in tokens; micro-batches, accumulation and processes divide it, and the loss curve is the same however they do (up to
 rounding, without dropout). Nothing random is kept from step to step: batches and dropout are functions of (seed, step), so a resumed run
-is the uninterrupted one. An evaluation saves, unless the last save was less than ten times as long ago as it took; the last always does.
-Ctrl-C or a signal saves first; torchrun kills what has not saved within 30 seconds, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more (torch
-2.12 on). A step's line: norm is the gradient's before clipping; MFU (model FLOP/s utilisation) is the FLOP/s of the model's matrix
-products, by flops_per_token(), as a share of the device's, printed at the start.
+is the uninterrupted one, its schedule, once --max_minutes has cut it, what it was. An evaluation saves, unless the last save was less than
+ten times as long ago as it took; the last always does. Ctrl-C or a signal saves first; torchrun kills what has not saved within 30
+seconds, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more (torch 2.12 on). A step's line: norm is the gradient's before clipping; MFU (model
+FLOP/s utilisation) is the FLOP/s of the model's matrix products, by flops_per_token(), as a share of the device's, printed at the start.
 """
 import argparse
 import os
@@ -243,8 +243,9 @@ def main():
     if "micro_batch" not in typed and B % m.world == 0:  # not asked for: the largest that divides
         micro = max(i for i in range(1, micro + 1) if B // m.world % i == 0)
     if extra or B % (micro * m.world):
+        micro = micro if "micro_batch" in typed else 1
         least = T * micro * m.world
-        other = [] if ckpt else [f"{max(1, s['batch_tokens'] // least) * least}"]  # a resumed run keeps its batch
+        other = [] if ckpt else [f"{max(1, round(s['batch_tokens'] / least)) * least}"]  # a resumed run keeps its batch
         other += [] if extra else [f"another {'--micro_batch or ' * (B % m.world == 0)}number of processes"]
         die(f"--batch_tokens={s['batch_tokens']} is no multiple of block_size {T} x micro_batch {micro} x {m.world} processes = {least}: "
             f"take {', or '.join(other)}")
@@ -278,7 +279,8 @@ def main():
 
     flops = model.flops_per_token()
     peak, peak_from = peak_flops(m)
-    versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
+    versions = dict(python=platform.python_version(), torch=str(torch.__version__), numpy=np.__version__,
+                    triton=getattr(triton, "__version__", None), git=git_commit())
     for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=source, checkpoints=first).items():
         if not m.same(mine):  # replicas would drift apart, and nothing would show it
             die(f"the processes differ in their {what}: type the same command on each machine, with --data_dir and --out_dir that all share")

@@ -8,10 +8,10 @@ Train SHA-RNN, any of its ablations, or SHAQ, on parallel streams of text read i
     python model.py --ckpt=out/shaq/ckpt.pt --prompt="def "    # sample from it
 
 The training split is cut into --batch streams of equal length, read side by side in windows of random length. Recurrent state and
-attention's memory carry over from window to window, cut from the graph, and are dropped at an epoch's start. Several processes share
-the streams. Windows and dropout are functions of (seed, step); state, memory and position are in the checkpoint: a resumed run is the
-uninterrupted one. An evaluation saves, unless the last save was less than ten times as long ago as it took; the last always does.
-best.pt follows every best loss.
+attention's memory carry over from window to window, cut from the graph, and are dropped at an epoch's start. Several processes share the
+streams. Windows and dropout are functions of (seed, step); state, memory and position are in the checkpoint: a resumed run is the
+uninterrupted one, its schedule, once --max_minutes has cut it, what it was. An evaluation saves, unless the last save was less than ten
+times as long ago as it took; the last always does. best.pt follows every best loss.
 """
 import argparse
 import math
@@ -286,7 +286,8 @@ def main():
 
     parts, flops = model.param_breakdown(), model.flops_per_token(s["bptt"])
     peak, peak_from = peak_flops(m)
-    versions = dict(python=platform.python_version(), torch=str(torch.__version__), git=git_commit())
+    versions = dict(python=platform.python_version(), torch=str(torch.__version__), numpy=np.__version__,
+                    triton=getattr(triton, "__version__", None), git=git_commit())
     for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=source, checkpoints=first).items():
         if not m.same(mine):  # replicas would drift apart, and nothing would show it
             die(f"the processes differ in their {what}: type the same command on each machine, with --data_dir and --out_dir that all share")
