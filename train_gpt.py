@@ -293,7 +293,8 @@ def main():
     m.parallel(model)
     update = stepper(model, optimizer, s, m, accumulate)
     say(m.note)
-    say(f"{s['size']}, {c['attn']}, {c['attn_out']}: {model.num_params():,} parameters ("
+    out = f", {c['attn_out']}" if c["attn"] == "mha" else ""
+    say(f"{s['size']}, {c['attn']}{out}: {model.num_params():,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
     shares = f"{m.world} processes x " if m.world > 1 else ""
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "

@@ -397,6 +397,8 @@ def main():
             + f", of its first {s['eval_tokens']:,} {unit}s alone" * (s["eval_tokens"] < len(data.test) - 1))
         if m.rank == 0:
             log(step=step, test_loss=test, test_bits_per_byte=bpc)
+    else:
+        say(f"{data.name} has no test split: the best validation loss is the last word")
     m.leave()
     if m.rank == 0:
         try:
