@@ -300,6 +300,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     #    FlashAttention's author advises the same: Dao-AILab/flash-attention, issues 801, 805).
     # 2. PyTorch's fused operator, for heads up to 256; on a CPU of any width, but only without gradients: forward it takes 0.8 to 1.0 of the
     #    time of blocks in fp32, 0.3 to 0.6 in bf16; with the backward pass in bf16 1.5 to 1.7 times theirs at T = 256, 0.9 at 1024.
+    #    On a GPU values wider than keys, as dva's with several heads, take its memory-efficient kernel, as flash wants equal widths: not timed.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, a block with dropout 13 and 18.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
     if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
