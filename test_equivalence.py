@@ -2423,6 +2423,18 @@ def test_train_full_disk_is_said_and_leaves_nothing_half_written(data_dir, tmp_p
     assert sum("record is lost" in line for line in before) == 1, before
 
 
+def test_run_an_error_ends_a_process_of_several_without_pythons_shutdown(monkeypatch, capsys):
+    "In which gloo's threads could abort: exit status -6, and a line of C++ beside ours"
+    ended = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    for stop, status in ((lambda: pd.die("no"), 1), (lambda: pd.die("stopped", 130), 130), (lambda: sys.exit(), 0)):
+        with pytest.raises(SystemExit):  # as here nothing ended
+            pd.run(stop)
+        assert ended.pop() == status
+    assert capsys.readouterr().err == "error: no\nerror: stopped\n"
+
+
 def test_sample_without_flags_is_what_help_says(tmp_path, monkeypatch, capsys):
     os.makedirs(tmp_path / "out/gpt")
     save_model(tmp_path / "out/gpt/ckpt.pt", make(vocab_size=256))
