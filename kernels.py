@@ -1740,7 +1740,10 @@ def _rope_backward_torch(grads, cos, sin, out):
 def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """grads (B, h, T, w) of q, k and of more parts, with any strides -> that of the parts side by side, (B, T, parts * h * w): those of q
     and k, whose pairs (x_2i, x_2i+1) were turned by the angles of cos and sin (T, 1, w / 2) fp32, turned back in fp32 or wider, the others
-    as they are. Not differentiable. Tables of other shapes that broadcast, such as one for each sequence, take the PyTorch path."""
+    as they are. Not differentiable. Tables of other shapes that broadcast, such as one for each sequence, take the PyTorch path. ValueError
+    where a part has a shape of its own, as k and v of grouped queries have."""
+    if any(g.shape != grads[0].shape for g in grads):
+        raise ValueError(f"rope_backward: expected gradients of one shape (B, h, T, w), got {[tuple(g.shape) for g in grads]}")
     B, h, T, w = grads[0].shape
     out = grads[0].new_empty(B, T, len(grads), h, w)
     by_triton = (out.is_cuda and triton is not None and out.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -184,11 +184,10 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
     N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). keys, values (N, S, as k and v), if
     given, are used in the place of k and v, which are only their last rows, those that get a gradient; without q_r. seed: the dropout's, ()
     int64 on the CPU; the caller draws it, as a forward pass that is run again (checkpointing) must find the same; None: without dropout, or
-    with keep on a GPU, by its own generator. keep,
-    attention()'s choice: each block's P stays for the backward pass, as the second output; else that pass computes it again, and memory is
-    linear in T. Once differentiable. On a CPU in bf16, without keep, 1.4 times as fast as PyTorch's fused operator, forward and backward
-    (48 heads of 64, T = S = 256), in fp32 level with it. In 16 bits scores are rounded, where that operator keeps fp32: results are 2 times
-    as far off at scores of standard deviation 1, 7 times at 9."""
+    with keep on a GPU, by its own generator. keep, attention()'s choice: each block's P stays for the backward pass, as the second output;
+    else that pass computes it again, and memory is linear in T. Once differentiable. On a CPU in bf16, without keep, 1.4 times as fast as
+    PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), in fp32 level with it. In 16 bits scores are rounded,
+    where that operator keeps fp32: results are 2 times as far off at scores of standard deviation 1, 7 times at 9."""
     k, v = (k, v) if keys is None else (keys, values)
     out, Ps = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), []
     for i, e in query_blocks(q, k):
@@ -301,6 +300,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     # 2. PyTorch's fused operator, for heads up to 256; on a CPU of any width, but only without gradients: forward it takes 0.8 to 1.0 of the
     #    time of blocks in fp32, 0.3 to 0.6 in bf16; with the backward pass in bf16 1.5 to 1.7 times theirs at T = 256, 0.9 at 1024.
     #    On a GPU values wider than keys, as dva's with several heads, take its memory-efficient kernel, as flash wants equal widths: not timed.
+    #    cuDNN's, which it may choose, rounds dropout to sixteenths up to torch 2.11: train_gpt.py turns it off where that matters.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, a block with dropout 13 and 18.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
     if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
@@ -471,12 +471,13 @@ class Block(nn.Module):
         "x (B, T, d) -> (B, T, d); the rest as in Attention.forward"
         if self.mlp is None:
             return x + self.attn(self.ln_1(x), table, cache, at, mask)
-        plain = type(self.ln_2) in (nn.LayerNorm, nn.RMSNorm)  # another's formula is in its forward() alone
+        norm = self.ln_2  # in one pass, unless what it computes is in its forward() alone, or hooks are to see it
+        plain = type(norm) in (nn.LayerNorm, nn.RMSNorm) and norm.weight is not None and not (norm._forward_hooks or norm._forward_pre_hooks)
         if x.is_cuda and plain and self.attn.one_pass and not (self.training and self.attn.resid_dropout.p):
-            x, n = self.attn(self.ln_1(x), table, cache, at, mask, x, self.ln_2)
+            x, n = self.attn(self.ln_1(x), table, cache, at, mask, x, norm)
         else:
             x = x + self.attn(self.ln_1(x), table, cache, at, mask)
-            n = self.ln_2(x)
+            n = norm(x)
         return x + self.mlp(n)
 
 
@@ -1342,7 +1343,7 @@ def norms(tensors):
 class LAMB(torch.optim.Optimizer):
     """LAMB (You et al., arXiv:1904.00962) as SHA-RNN uses it: no bias correction, each tensor's step scaled by a trust ratio
     max(min(|w|, max_norm) / |step|, min_trust), which is 1 where either norm is 0. For parameters in fp32 or fp64; weight_decay counts in
-    |step|. Few launches (foreach), and nothing waits for the device: the ratios stay there."""
+    |step|. Few launches (foreach, but one a tensor for its ratio), and nothing waits for the device: the ratios stay there."""
 
     def __init__(self, params, lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25):
         if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):

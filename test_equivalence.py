@@ -1063,6 +1063,8 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
             calls.clear()
             kernels.rope_backward._init_fn([dx] * 3, torch.zeros(shapes), torch.zeros(shapes))
             assert calls == ["triton"] * (len(shapes) == 3 and shapes[0] == T and kernels.triton is not None)
+    with pytest.raises(ValueError, match="of one shape"):  # grouped queries: the kernel would read on beyond the fewer heads
+        kernels.rope_backward([dx, dx[:, :1], dx[:, :1]], *table)
 
 
 @needs_triton
@@ -1617,14 +1619,16 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
             return super().forward(x) + 1
 
     m = make(attn_out="hadamard", dropout=0.5).train()  # the one pass has no dropout in it
-    other = make(attn_out="hadamard")  # nor a norm that is another's
+    other, seen = make(attn_out="hadamard", n_layer=4), []  # nor a norm that is another's, has no weight, or a hook
     for block in [*m.h, *other.h]:
         block.attn.one_pass = True
-    for block in other.h:
-        block.ln_2 = Shifted(48)
+    other.h[0].ln_2, other.h[1].ln_2 = Shifted(48), nn.LayerNorm(48, elementwise_affine=False)
+    other.h[2].ln_2.register_forward_hook(lambda *a: seen.append(2))
+    other.h[3].ln_2.register_forward_pre_hook(lambda *a: seen.append(3))
     with unittest.mock.patch.object(model_py, "hadamard_affine_norm", None):
         m(idx.as_subclass(Cuda))
         other(idx.as_subclass(Cuda))
+    assert seen == [2, 3]
     monkeypatch.setitem(CHOICES, "attn_out", ["signed_hadamard"])  # one to come has its formula in the two steps alone
     assert not any(block.attn.one_pass for block in make(attn_out="signed_hadamard").h)
 
