@@ -919,27 +919,26 @@ def _(x, dy, alpha, scale, n_head, heads_only, kept):
 
 
 def _save(ctx, inputs, output):
-    x, alpha, beta, pre, *ctx.how = inputs
-    ctx.dtypes = x.dtype, None if beta is None else beta.dtype
+    x, alpha, _, pre, *ctx.how = inputs
+    ctx.dtype = x.dtype
     ctx.save_for_backward(x if any(ctx.needs_input_grad[1:4]) else None, alpha, pre)  # dx does not depend on x
 
 
-def _backward(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta
+def _backward(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta. Here as below autograd casts the vectors' gradients to their dtypes
     x, alpha, pre = ctx.saved_tensors
-    dtype, beta_dtype = ctx.dtypes
-    dy = dy.to(dtype).contiguous()
+    dy = dy.to(ctx.dtype).contiguous()
     of_x, of_alpha, of_beta, of_pre, *_ = ctx.needs_input_grad
     dx = dalpha = dbeta = dpre = None
     if of_x and of_alpha and pre is None and not torch.is_grad_enabled():
         dx, dalpha, dbeta = _hadamard_backward(x, dy, alpha, *ctx.how, kept=False)
-        return dx, dalpha.to(alpha.dtype), dbeta.to(beta_dtype) if of_beta else None, None, None, None, None
+        return dx, dalpha, dbeta if of_beta else None, None, None, None, None
     if of_x:
         dx = _hadamard(dy, pre, None, alpha, *ctx.how)                                     # pre * scale * ((alpha * dy) H)
     if of_alpha or of_beta:
-        dalpha, dbeta = _hadamard_grads(x if pre is None else (pre * x).to(dtype), dy, *ctx.how)
+        dalpha, dbeta = _hadamard_grads(x if pre is None else (pre * x).to(ctx.dtype), dy, *ctx.how)
     if of_pre:
-        dpre = _hadamard_grads(dy if alpha is None else (alpha * dy).to(dtype), x, *ctx.how)[0].to(pre.dtype)
-    return dx, dalpha.to(alpha.dtype) if of_alpha else None, dbeta.to(beta_dtype) if of_beta else None, dpre, None, None, None
+        dpre = _hadamard_grads(dy if alpha is None else (alpha * dy).to(ctx.dtype), x, *ctx.how)[0]
+    return dx, dalpha if of_alpha else None, dbeta if of_beta else None, dpre, None, None, None
 
 
 def _save_grads(ctx, inputs, output):
@@ -953,8 +952,7 @@ def _backward_grads(ctx, ga, gb):  # dalpha = sum dy * scale * (x H), dbeta = su
 
 
 def _save_kept(ctx, inputs, output):
-    _, alpha, beta, *ctx.how = inputs
-    ctx.beta_dtype = beta.dtype
+    _, alpha, _, *ctx.how = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], alpha)
 
@@ -974,7 +972,7 @@ def _backward_kept(ctx, dy, du):  # y = alpha * scale * u + beta, u = x H
             dx = by_y if dx is None else by_y + dx
         wide = dy.to(torch.promote_types(u.dtype, torch.float32))
         dalpha, dbeta = scale * (wide * u).sum(0), wide.sum(0)
-    return dx, dalpha.to(alpha.dtype), dbeta.to(ctx.beta_dtype), None, None, None
+    return dx, dalpha, dbeta, None, None, None
 
 
 _hadamard.register_autograd(_backward, setup_context=_save)
@@ -1053,8 +1051,8 @@ def _(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head
 
 
 def _save_norm(ctx, inputs, output):
-    x, _, alpha, beta, weight, shift, scale, _, rms, *how = inputs
-    ctx.how, ctx.beta_dtype = (shift is not None, scale, rms, *how), beta.dtype
+    x, _, alpha, _, weight, shift, scale, _, rms, *how = inputs
+    ctx.how = (shift is not None, scale, rms, *how)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, alpha, weight, output[0], output[2])
 
@@ -1068,8 +1066,7 @@ def _backward_norm(ctx, dout, dnormed, dstats):
         dx, dy, dalpha, dbeta, dweight, dshift = _norm_backward_torch(*args, dstats)
     else:
         dx, dy, dalpha, dbeta, dweight, dshift = _hadamard_norm_backward(*args)
-    return (dx, dy, dalpha.to(alpha.dtype), dbeta.to(ctx.beta_dtype), dweight.to(weight.dtype), dshift if ctx.how[0] else None,
-            None, None, None, None, None)
+    return dx, dy, dalpha, dbeta, dweight, dshift if ctx.how[0] else None, None, None, None, None, None
 
 
 _hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
