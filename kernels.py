@@ -1641,7 +1641,8 @@ def _fo_pool(name, banks, H, c0):
     state = torch.promote_types(x.dtype, torch.float32)
     if c0 is not None and (c0.shape != (x.size(0), H) or c0.dtype != state):
         raise ValueError(f"{name}: c0 must be {state} of shape ({x.size(0)}, {H}), got {c0.dtype} of shape "
-                         f"{tuple(c0.shape)}; pass the c_last of the window before, or None for zeros")
+                         f"{tuple(c0.shape)}; pass the c_last of the window before, or None for zeros (FSDP casts it, but with "
+                         "MixedPrecisionPolicy(cast_forward_inputs=False))")
     _check_meta(name, *banks, *([] if c0 is None else [c0]))
     h, c_last, _ = _fo_op(banks, c0)
     return h, c_last

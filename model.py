@@ -101,6 +101,12 @@ def hadamard_heads(config):
 # GPT: parts
 
 
+def plain(module, *kinds):
+    "Whether module is of one of kinds, and nobody hung a hook or another forward on it: only then may its formula stand in for its call"
+    return type(module) in kinds and "forward" not in module.__dict__ and not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
 def make_norm(config):
     return nn.RMSNorm(config.n_embd, eps=1e-5) if config.norm == "rmsnorm" else nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
 
@@ -184,10 +190,10 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
     N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). keys, values (N, S, as k and v), if
     given, are used in the place of k and v, which are only their last rows, those that get a gradient; without q_r. seed: the dropout's, ()
     int64 on the CPU; the caller draws it, as a forward pass that is run again (checkpointing) must find the same; None: without dropout, or
-    with keep on a GPU, by its own generator. keep, attention()'s choice: each block's P stays for the backward pass, as the second output;
-    else that pass computes it again, and memory is linear in T. Once differentiable. On a CPU in bf16, without keep, 1.4 times as fast as
-    PyTorch's fused operator, forward and backward (48 heads of 64, T = S = 256), in fp32 level with it. In 16 bits scores are rounded,
-    where that operator keeps fp32: results are 2 times as far off at scores of standard deviation 1, 7 times at 9."""
+    by the GPU's generator. keep, attention()'s choice: each block's P stays for the backward pass, as the second output; else that pass
+    computes it again, and memory is linear in T. Once differentiable. On a CPU in bf16, without keep, 1.4 times as fast as PyTorch's fused
+    operator, forward and backward (48 heads of 64, T = S = 256), in fp32 level with it. In 16 bits scores are rounded, where that operator
+    keeps fp32: results are 2 times as far off at scores of standard deviation 1, 7 times at 9."""
     k, v = (k, v) if keys is None else (keys, values)
     out, Ps = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), []
     for i, e in query_blocks(q, k):
@@ -315,10 +321,11 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         # P stays where it holds at most twice what stays anyway, q, k, v and the output: memory is linear in T, and on a CPU both passes
         # are 1.1 to 1.3 times as fast. Not compiled: how many blocks there are would fix T in the code. In a CUDA graph it has to stay, as
         # its dropout is drawn anew at each replay, which only the GPU's own generator does; so, too, in the same steps without a graph
-        keep = torch.is_grad_enabled() and not torch.compiler.is_compiling() and (
+        keep = not torch.compiler.is_compiling() and (
             S <= 4 * (q.size(-1) + v.size(-1)) or q.is_cuda and (T < S or torch.cuda.is_current_stream_capturing()))
+        # with and without gradients alike: reentrant checkpointing runs forward once in each way
         seed = torch.randint(2**40, (), device="cpu") if dropout and not (keep and q.is_cuda) else None
-        return blocked_attention(*flat, seed, dropout, keep)[0].unflatten(0, q.shape[:2])
+        return blocked_attention(*flat, seed, dropout, keep and torch.is_grad_enabled())[0].unflatten(0, q.shape[:2])
     if flash:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # compiled, T > 1 is no bool
     scores = q @ k.mT * q.size(-1) ** -0.5  # (B, h, T, S). For T = 1, too: a fused kernel would have one multiprocessor read all of k and v
@@ -471,10 +478,10 @@ class Block(nn.Module):
         "x (B, T, d) -> (B, T, d); the rest as in Attention.forward"
         if self.mlp is None:
             return x + self.attn(self.ln_1(x), table, cache, at, mask)
-        norm = self.ln_2  # in one pass, unless what it computes is in its forward() alone, or hooks are to see it
-        plain = type(norm) in (nn.LayerNorm, nn.RMSNorm) and norm.weight is not None and not (norm._forward_hooks or norm._forward_pre_hooks)
-        if x.is_cuda and plain and self.attn.one_pass and not (self.training and self.attn.resid_dropout.p):
-            x, n = self.attn(self.ln_1(x), table, cache, at, mask, x, norm)
+        norm = self.ln_2
+        if (x.is_cuda and plain(self.attn, Attention) and self.attn.one_pass and not (self.training and self.attn.resid_dropout.p)
+                and plain(norm, nn.LayerNorm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None):
+            x, n = self.attn(self.ln_1(x), table, cache, at, mask, x, norm)  # attention's output and the sum's norm in one pass
         else:
             x = x + self.attn(self.ln_1(x), table, cache, at, mask)
             n = norm(x)
@@ -498,8 +505,9 @@ class HeadLoss(torch.autograd.Function):
         x_, w_, valid = x.to(dtype), weight.to(dtype), targets != -100
         targets, count = targets.masked_fill(~valid, 0), valid.sum()
         at_least_1 = count.clamp(min=1)  # where no target counts the loss is nan and the gradients are 0
-        grads = grads and any(ctx.needs_input_grad)
-        dx = torch.empty_like(x_) if grads else None
+        of_x, of_w = (grads and ctx.needs_input_grad[0]), (grads and ctx.needs_input_grad[1])
+        grads = of_x or of_w
+        dx = torch.empty_like(x_) if of_x else None
         loss, dw = 0.0, None
         for i in range(0, max(1, len(x)), n):  # once for no rows, too, which have a dw of zeros
             rows = x_[i:i + n]                                                           # (n, d)
@@ -523,7 +531,9 @@ class HeadLoss(torch.autograd.Function):
             loss = loss + (lse - own).masked_fill(~counts, 0).sum()
             if grads:
                 p = p.to(dtype)                                                          # d loss / d logits
+            if of_x:
                 torch.mm(p, w_, out=dx[i:i + n])
+            if of_w:
                 part = (p.T @ rows).to(logits.dtype)                                     # of several slices summed in fp32
                 dw = part if dw is None else dw.add_(part)
             del logits, p  # or they would live beside the next slice's
@@ -540,9 +550,8 @@ class HeadLoss(torch.autograd.Function):
         if g.device.type == "cpu" and not torch.compiler.is_compiling():
             with contextlib.suppress(RuntimeError):  # a fake tensor's, or under vmap
                 one = g.item() == 1  # as is usual; it spares a pass over all of dw
-        if not one:
-            dx, dw = dx.to(dw.dtype) * g, dw * g
-        return dx.to(ctx.dtypes[0]), dw.to(ctx.dtypes[1]), None, None
+        dx, dw = ((t if t is None or one else t.to(torch.promote_types(t.dtype, torch.float32)) * g) for t in (dx, dw))
+        return *(t if t is None else t.to(dtype) for t, dtype in zip((dx, dw), ctx.dtypes)), None, None
 
 
 # -----------------------------------------------------------------------------
@@ -635,7 +644,8 @@ def captured(work, device, keep=(), pool=None):
             torch.cuda.current_stream().wait_stream(side)
             gc.collect()  # a graph or a Triton kernel in a cycle that died while this records would end that (pytorch/pytorch, issue 161037)
             gc.disable()
-            with torch.cuda.graph(graph, pool, side):  # records, runs nothing
+            # records, runs nothing; another thread, such as one that pins a DataLoader's batches, may go on with what it does
+            with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
                 work()
         finally:
             if collects:
@@ -737,9 +747,8 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache, pos)
         if targets is None:
             return self.lm_head(x)
-        head = self.lm_head
-        plain = type(head) is nn.Linear and head.bias is None and not (head._forward_hooks or head._forward_pre_hooks)  # of prune, say
-        if not plain or product_dtype(x) == torch.float16:  # whose gradients need the loss scale, known only in backward
+        usual = plain(self.lm_head, nn.Linear) and self.lm_head.bias is None
+        if not usual or product_dtype(x) == torch.float16:  # whose gradients need the loss scale, known only in backward
             return cross_entropy(self.lm_head(x), targets)
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
@@ -754,8 +763,9 @@ class GPT(nn.Module):
         """Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token.
         The window: past block_size tokens it is cut to its last half and filled again, so that one pass over half a block serves half a
         block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly. On a GPU the
-        model and the draw are one CUDA graph for each token. On a CPU it is faster under torch.inference_mode(), which is left to the
-        caller, as FSDP could not train a model after it. FSDP also wants register_fsdp_forward_method(model, "generate") first."""
+        model and the draw are one CUDA graph for each token; one thread at a time. On a CPU it is faster under torch.inference_mode(), which
+        is left to the caller, as FSDP could not train a model after it. FSDP also wants register_fsdp_forward_method(model, "generate")
+        first, and on GPUs reshard_after_forward=False or use_cache=False, as a graph records no gathering (from its source; not run)."""
         size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         uniform = draws(max_new_tokens, temperature, idx, generator)

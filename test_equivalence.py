@@ -1266,7 +1266,7 @@ def test_gpt_blocked_attention_dropout(outer, monkeypatch):
         assert (attention(q, q, q, dropout=dropout) != 0).float().mean() < (0.1 if dropout == 0.999 else 0.01)
 
 
-def test_gpt_blocked_attention_drops_the_same_when_it_is_recomputed():
+def test_gpt_blocked_attention_drops_the_same_when_it_is_recomputed(monkeypatch):
     torch._dynamo.reset()
     leaf, results = [randn(2, 3, 10, 4, grad=True) for _ in range(3)], []
     again = lambda *a: torch.utils.checkpoint.checkpoint(lambda *a: attention(*a, dropout=0.4), *a, use_reentrant=False)
@@ -1276,6 +1276,12 @@ def test_gpt_blocked_attention_drops_the_same_when_it_is_recomputed():
         results.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaf)])
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(results[2], results[0])
+    drawn = []  # reentrant checkpointing runs forward without gradients first: on a GPU, over a memory, both times by the GPU's generator
+    monkeypatch.setattr(model_py, "blocked_attention", lambda *a: drawn.append(a[-3::2]) or a[:1])
+    for grads in (False, True):
+        with torch.set_grad_enabled(grads):
+            attention(*(t.as_subclass(Cuda) for t in (leaf[0][:, :, :4], *leaf[1:])), dropout=0.4)
+    assert drawn == [(None, False), (None, True)]
 
 
 @pytest.mark.parametrize("attn", CHOICES["attn"])
@@ -1455,6 +1461,14 @@ def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
         loss, exact = model_py.HeadLoss.apply(x, w, y, True), F.cross_entropy(x.double() @ w.double().T, y)  # logits 10,008 and 10,000
         assert error(loss.detach(), exact.detach()) < 3e-4  # a loss of 3e-4: 1 less 3e-4 is rounded, not 10,008 less 3e-4
         assert error(*(torch.autograd.grad(v, x)[0].double() for v in (loss, exact))) < 3e-4
+    for wants in ((True, False), (False, True), (False, False)):  # of a frozen head or trunk none is made
+        x, w = randn(4, 6, grad=wants[0]), randn(7, 6, grad=wants[1])
+        loss = model_py.HeadLoss.apply(x, w, torch.arange(4), True)
+        if any(wants):
+            assert [t is not None for t in loss.grad_fn.saved_tensors] == list(wants)
+            (2 * loss).backward()
+            (leaf,) = (t for t in (x, w) if t.requires_grad)
+            assert error(leaf.grad, torch.autograd.grad(2 * F.cross_entropy(x @ w.T, torch.arange(4)), leaf)[0]) < 1e-12
     loss = model_py.HeadLoss.apply(x := randn(4, 6, grad=True), randn(7, 6), torch.arange(4), True)
     several = torch.autograd.grad(loss, x, torch.ones(2).double(), is_grads_batched=True, retain_graph=True)[0]
     assert error(several[1], torch.autograd.grad(loss, x)[0]) < 1e-12  # under vmap g has no number
@@ -1508,14 +1522,17 @@ def test_loss_is_that_of_the_logits_whatever_the_head():
                 loss = run(m, idx, idx)
             torch.testing.assert_close(loss, F.cross_entropy(run(m, idx).flatten(0, 1), idx.flatten()), rtol=rtol, atol=0)
     for put in (lambda head: head.register_forward_hook(lambda head, x, y: 3 * torch.tanh(y / 3)),
+                lambda head: setattr(head, "forward", lambda x: 3 * torch.tanh(nn.Linear.forward(head, x) / 3)),  # an adapter's
+                lambda head: head.register_full_backward_hook(lambda *a: called.append(1)),
                 lambda head: prune.l1_unstructured(head, "weight", 0.5)):  # weight made anew by a hook, before each call
-        m = make(tie_weights=False)
+        m, called = make(tie_weights=False), []
         put(m.lm_head)
         for _ in range(2):
             loss = m(idx, idx)
             torch.testing.assert_close(loss, F.cross_entropy(m(idx).flatten(0, 1), idx.flatten()), rtol=1e-6, atol=0)
             loss.backward()
             torch.optim.SGD(m.parameters(), 1.0).step()
+        assert bool(called) == bool(m.lm_head._backward_hooks)
 
 
 @pytest.mark.parametrize("attn, pos, out", [("mha", "rope", "hadamard"), ("mha", "learned", "dense"), ("dva", "rope", "dense"),
@@ -1619,16 +1636,22 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
             return super().forward(x) + 1
 
     m = make(double=True, attn_out="hadamard", dropout=0.5).train()  # the one pass has no dropout in it
-    other, seen = make(double=True, attn_out="hadamard", n_layer=4), []  # nor a norm that is another's, has no weight, or a hook
+    other, seen = make(double=True, attn_out="hadamard", n_layer=9), []  # nor a norm or an attention that is another's, or has a hook
     for block in [*m.h, *other.h]:
         block.attn.one_pass = True
-    other.h[0].ln_2, other.h[1].ln_2 = Shifted(48).double(), nn.LayerNorm(48, elementwise_affine=False)
-    other.h[2].ln_2.register_forward_hook(lambda *a: seen.append(2))
-    other.h[3].ln_2.register_forward_pre_hook(lambda *a: seen.append(3))
+    for i, norm in enumerate((Shifted(48), nn.LayerNorm(48, elementwise_affine=False), nn.RMSNorm(48))):  # no weight; no eps
+        other.h[i].ln_2 = norm.double()
+    other.h[3].ln_2.register_forward_hook(lambda *a: seen.append(3))
+    other.h[4].ln_2.register_forward_pre_hook(lambda *a: seen.append(4))
+    other.h[5].ln_2.register_full_backward_hook(lambda *a: None)
+    other.h[6].ln_2.forward = lambda x: seen.append(6) or x
+    other.h[7].attn.register_forward_hook(lambda *a: seen.append(a[2].shape == (2, 9, 48)))
+    other.h[8].attn = nn.Identity()
+    other.h[8].attn.forward = lambda x, *a: x
     with unittest.mock.patch.object(model_py, "hadamard_affine_norm", None):
         m(idx.as_subclass(Cuda))
         other(idx.as_subclass(Cuda))
-    assert seen == [2, 3]
+    assert seen == [3, 4, 6, True]
     monkeypatch.setitem(CHOICES, "attn_out", ["signed_hadamard"])  # one to come has its formula in the two steps alone
     assert not any(block.attn.one_pass for block in make(attn_out="signed_hadamard").h)
 
@@ -3217,8 +3240,9 @@ def test_generation_with_a_step_run_before_it_is_recorded_gives_the_same(monkeyp
 def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
     "A dead graph or kernel that is, in a cycle, makes a call that ends the recording"
     @contextlib.contextmanager
-    def graph(it, pool, stream):
+    def graph(it, pool, stream, capture_error_mode):
         assert not gc.isenabled() and collected == [1]
+        assert capture_error_mode == "thread_local"  # or another thread's calls, those of one that pins memory, would end it
         yield
         recorded.append(it)
 
@@ -5132,7 +5156,7 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
 
 
 @pytest.mark.parametrize("argv", [
-    pytest.param(["code", "--widths=256", "--sm=90"], marks=needs_triton),
+    pytest.param(["code", "--widths=32", "--sm=90"], marks=needs_triton),
     ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1"],
     ["prefill", "--sizes=nano", "--batch=3", "--T=4,8", "--runs=1"],
     ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1", "--presets=shaq,sharnn,mean_mem"],
