@@ -428,7 +428,7 @@ class Trainer:
             window = train_shaq.average_length(seed, self.T)
             self.step_tokens = self.B * window
             if s.get("max_steps") is None:
-                s["max_steps"] = math.ceil(s["epochs"] * self.length / window)
+                s["max_steps"] = math.ceil(s["epochs"] * (self.length / window + 0.5))
         self.flops, s["compile"] = self.model.flops_per_token(self.T), compiled
         self.update = SCRIPT[kind].stepper(self.model, self.optimizer, s, m, *([self.B // self.micro] if kind == "gpt" else []))
         if compiled:
@@ -585,6 +585,8 @@ def bench_compare(args):
     if args.equal == "time":
         for t in trainers if kind == "shaq" else ():
             for i in range(math.ceil(t.model.config.mem_len / t.T)):  # a full memory, as most steps of a run see
+                t.step(i)
+            for i in [*range(8)] * 2 * t.update.on:  # those that will be timed, which records them
                 t.step(i)
         t = timed({i: t.step for i, t in enumerate(trainers)}, m, rounds=5, least=0.0)
         steps = [max(1, round(base.steps * np.median(t[0]) / np.median(t[i]))) for i in t]
@@ -1344,7 +1346,8 @@ def bench_scaling(args):
             if len(rates[size]) > 1 and best in (min(rates[size]), max(rates[size])):
                 warn(f"note: {size} {out} is best at lr {best:g}, at an end of those that were tried: give --lr more there")
             ours, paper = np.mean(loss), papers[out]
-            rows.append((size, out, mine[0]["compute"], best, paper, math.exp(ours), paper and math.exp(ours) - paper, ours,
+            by = math.exp(ours) - paper if paper and data.tokenizer == "gpt2" else None  # the paper's is per token of GPT-2's
+            rows.append((size, out, mine[0]["compute"], best, paper, math.exp(ours), by, ours,
                          None if out == base else with_error(*paired(loss, [r["val_loss"] for r in others]))))
     table(args, f"Runs of equal FLOPs, {args.tokens_per_param:g} tokens per parameter of {base}, {data.name}, "
           f"{args.seeds} seed{'s' * (args.seeds > 1)}",

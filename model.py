@@ -1562,7 +1562,8 @@ def inputs_and_targets(rows, device):
 class Replayed:
     """update(batch, state) -> (figures, state): a training step, from the batch to the new weights, as one CUDA graph. Launched one by one,
     the hundreds of kernels of a small step keep a GPU waiting for Python: on an H200 shaq's took 23 ms for 11 of work. A step of new shapes
-    runs as it is, which compiles what there is to compile; the next of these shapes is recorded, and from then on replayed.
+    runs as it is, which compiles what there is to compile; the next of these shapes is recorded, and from then on replayed. lr, the same
+    for all groups, is set for each.
 
     batch, state: lists or tuples of tensors, nested as may be, or None. figures: two numbers, overwritten by the next step. on=False: no
     graphs. A step that changes the shapes of its state is never recorded. Dropout draws what it would without a graph.
@@ -1572,6 +1573,8 @@ class Replayed:
 
     def __init__(self, update, optimizer, on, whole=True):
         self.update, self.optimizer, self.on, self.whole = update, optimizer, on, whole
+        if whole and optimizer and len({float(group["lr"]) for group in optimizer.param_groups}) > 1:
+            raise ValueError("the groups' learning rates differ, and each step sets one for all: let __call__ multiply it by each group's own")
         self.steps, self.states, self.pool = {}, {}, None
 
     def __call__(self, batch, state, lr=None):
@@ -1606,6 +1609,11 @@ class Replayed:
         replay()
         return figures, state_here
 
+    def numbers(self):
+        "What the optimizer holds beside tensors"
+        held = [*self.optimizer.param_groups, *self.optimizer.state.values()]
+        return [(k, v) for group in held for k, v in group.items() if isinstance(v, (int, float))]
+
     def record(self, batch, state, lr, kind_of_state):
         device = tensors(batch)[0].device
         keep = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -1630,7 +1638,10 @@ class Replayed:
             keep = [p.grad for p in keep if p.grad is not None]
         drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self.pool = self.pool or device.type == "cuda" and torch.cuda.graph_pool_handle() or None
+        numbers = self.numbers()
         replay = captured(work, device, keep + tensors(state), self.pool)
+        if self.numbers() != numbers:
+            raise RuntimeError(f"{type(self.optimizer).__name__} counts in Python, which no graph does")
         if drawn is not None:
             torch.cuda.set_rng_state(drawn, device)
         return replay, batch, state, figures

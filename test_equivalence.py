@@ -2340,7 +2340,7 @@ BAD_FLAGS = [
     (2, ["--batch-size=8"], ["unknown flag --batch-size; did you mean --batch_tokens?"]),  # what others call it
     (1, ["--batch_tokens=288", "--micro_batch=2"], ["--batch_tokens=288", "take 256"]),
     (1, [f"--n_embd={2**24}", "--batch_tokens=300"], ["--batch_tokens=300", "take 256"]),  # said before a large model is made
-    (1, ["--batch_tokens=262144"], ["the training data has", "takes 8192 windows of 32: lower --batch_tokens"]),
+    (1, ["--batch_tokens=262144"], ["the training data has", "takes 8192 windows of 32: lower --batch_tokens\n"]),
     (1, ["--batch_tokens=8"], ["--batch_tokens=8", "take"]), (1, ["--block_size=65536", "--batch_tokens=65536"], ["--block_size"]),
     (1, ["--dropout=1"], ["dropout"]), (2, ["--lr=inf"], ["--lr", "inf"]), (2, [f"--seed={2**70}"], ["--seed"]),
     (1, ["--dataset=minee"], ["minee", "not prepared", "--input FILE... --name minee"]),
@@ -3411,7 +3411,13 @@ def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_
     monkeypatch.setattr(train_shaq, "LAPTOP", train_shaq.PAPER)  # as on a GPU: 32 epochs
     monkeypatch.setattr(sys.modules[__name__], "TINY_SHAQ", [f for f in TINY_SHAQ if "eval_interval" not in f])
     monkeypatch.setattr(train_shaq, "Log", lambda path, first, *rest: asked.append(first["settings"]) or sys.exit())
-    epoch = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2 / train_shaq.average_length(3, 20)
+    length, step, windows = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2, itertools.count(), 0
+    epoch = length / train_shaq.average_length(3, 20) + 0.5
+    for _ in range(32):
+        at = 0
+        while at < length:
+            at, windows = at + train_shaq.window_length(3, next(step), 20), windows + 1
+    assert abs(windows - 32 * epoch) < 0.01 * windows
     for flags, steps, interval in (((), math.ceil(32 * epoch), round(epoch)), (["--max_steps=100"], 100, 5), (["--max_steps=9"], 9, 1)):
         asked = []
         train_shaq_here("--seed=3", *flags)
@@ -3642,6 +3648,9 @@ def test_train_max_minutes_shortens_the_schedule_of_a_resumed_run_too(either, tm
         patch.setattr(script, "StopSignal", stops(9))
         assert run(*flags, out="cut")[0] == 130  # it was not yet decided
     shutil.copytree(tmp_path / "cut", tmp_path / "more")
+    ckpt = torch.load(tmp_path / "cut/ckpt.pt", weights_only=True)
+    for typed in ({}, dict(max_steps=400)):  # the same number, typed, is one to be kept to
+        assert script.settle(typed, ckpt["config"] | ckpt["settings"], machine("cpu", "float32"))[0]["paced"] == bool(typed)
     assert "will do" not in ended(run("--resume", "--max_steps=30", out="more"))[1]  # steps typed are all taken
     clock(4)  # a resumed run warms up, too
     _, said, _, log = ended(run("--resume", out="cut"))
@@ -3839,13 +3848,19 @@ def test_train_steps_replayed_are_steps(device, monkeypatch):
 
 
 def test_train_steps_that_cannot_be_recorded_say_why(monkeypatch):
-    "Out of memory, also where ending the graph fails then, is that; a parameter without a gradient is named, in whichever step"
+    """Out of memory, also where ending the graph fails then, is that; a parameter without a gradient is named, in whichever step; an optimiser
+    that counts in Python would stand still in a graph"""
     m, ids = machine("cpu", "float32"), torch.randint(11, (2, 3, 8))
     model = GPT(GPTConfig(vocab_size=11, n_layer=1, n_head=2, n_embd=16, block_size=8))
     model.spare = nn.Parameter(torch.zeros(3))
     step = train_gpt.stepper(model, torch.optim.AdamW(model.parameters()), dict(grad_clip=1.0, compile=False), m, 2)
     step.part.on, batch = True, [(ids[0, i:i + 1], ids[1, i:i + 1]) for i in (0, 1)]
     refuses(lambda: step(batch, None, 0.1), "no gradient reaches ['spare']", kind=AssertionError)
+    model.spare.requires_grad_(False)  # frozen: it needs none
+    assert train_gpt.stepper(model, torch.optim.AdamW(model.parameters()), dict(grad_clip=1.0, compile=False), m, 2)(batch, None, 0.1)
+    shaq = tiny_shaq("shaq")
+    shaq.wte.weight.requires_grad_(False)
+    assert train_shaq.stepper(shaq, LAMB(shaq.parameters()), dict(grad_clip=1.0, compile=False, optimizer="lamb"), m)(ids % 11, None, 0.1)
 
     def out_of_memory(*a):
         try:
@@ -3859,6 +3874,21 @@ def test_train_steps_that_cannot_be_recorded_say_why(monkeypatch):
         replayed = model_py.Replayed(lambda batch, state: (torch.zeros(2), None), torch.optim.SGD(model.parameters()), True)
         replayed(ids, None, 0.1)
         refuses(lambda: replayed(ids, None, 0.1), *words, kind=kind)
+
+    class Counting(torch.optim.SGD):
+        def step(self):
+            self.state["all"]["step"] = self.state["all"].get("step", 0) + 1
+
+    for optimizer, counts in ((torch.optim.AdamW(model.parameters()), False), (Counting(model.parameters(), momentum=0.9), True)):
+        monkeypatch.setattr(model_py, "captured", lambda work, *a: (work(), work(), work)[2])  # as on a GPU
+        replayed = model_py.Replayed(lambda batch, state: (optimizer.step(), (torch.zeros(2), None))[1], optimizer, True)
+        replayed(ids, None, 0.1)
+        if counts:
+            refuses(lambda: replayed(ids, None, 0.1), "Counting counts in Python", "--compile=0", kind=RuntimeError)
+        else:
+            replayed(ids, None, 0.1)
+    several = torch.optim.SGD([dict(params=[model.spare], lr=0.1), dict(params=[nn.Parameter(torch.zeros(3))])], lr=0.2)
+    refuses(lambda: model_py.Replayed(None, several, False), "learning rates differ")
 
 
 def test_train_steps_are_replayed_only_where_a_graph_can_hold_them():
@@ -5117,7 +5147,7 @@ def test_bench_trains_shaq_as_the_training_script_does(train_shaq_here, bench_da
     assert trainer.tokens == [r["tokens"] for r in log if "loss" in r] and trainer.validate() == pytest.approx(losses(log)[1][9], rel=1e-6)
     recipe = bench.settings("shaq", text, "") | dict(max_steps=None, epochs=3)  # as on a GPU, without --set=max_steps=
     assert bench.Trainer("shaq", recipe, trainer.data, trainer.m, 2).steps == math.ceil(
-        3 * ((len(trainer.data.train) - 1) // 32) / train_shaq.average_length(2, 200))
+        3 * ((len(trainer.data.train) - 1) // 32 / train_shaq.average_length(2, 200) + 0.5))
     assert torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["epoch"] >= 1  # where an epoch ends what is remembered ends too
 
 

@@ -105,7 +105,7 @@ def settle(typed, stored, m):
     s |= RECIPES.get(size, RECIPES["large"]) | stored | typed
     if "min_lr" in s and "min_lr" not in stored | typed:
         s["min_lr"] = min(s["min_lr"], s["lr"])  # nano's could be above a low --lr: the cosine would climb
-    s["paced"] |= stored.get("max_steps") not in (None, s.get("max_steps"))  # a max_steps typed on --resume: not cut to max_minutes
+    s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # on --resume: not cut to max_minutes
     model = {f.name: s[f.name] for f in fields(GPTConfig) if f.name in s}
     return s, SIZES[s["size"]] | model
 
@@ -139,7 +139,7 @@ def stepper(model, optimizer, s, m, accumulate):
             if m.world > 1:
                 m.net.require_backward_grad_sync = i == accumulate - 1
             _, loss = part(micro_batch, loss)
-        missing = [n for n, p in model.named_parameters() if p.grad is None]
+        missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
         assert not missing, f"no gradient reaches {missing}"
         norm = clip_(model, s["grad_clip"])
         optimizer.step()
@@ -169,7 +169,7 @@ class Windows:
         self.count = (len(tokens) - 1) // block_size  # each also needs the token after its last, as a target
         if self.count < batch:
             die(f"the training data has {len(tokens):,} tokens, a step takes {batch} windows of {block_size}: "
-                "lower --batch_tokens or --block_size")
+                "lower --batch_tokens")
         self.epoch = None
 
     def __call__(self, step, part):
@@ -283,7 +283,8 @@ def main():
                     triton=getattr(triton, "__version__", None), git=git_commit())
     for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=source, checkpoints=first).items():
         if not m.same(mine):  # replicas would drift apart, and nothing would show it
-            die(f"the processes differ in their {what}: type the same command on each machine, with --data_dir and --out_dir that all share")
+            die(f"the processes differ in their {what}: type the same command, with --compile, whose default hangs on what is installed, "
+                "on each machine, with --data_dir and --out_dir that all share")
     if m.rank == 0:
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
                   dict(settings=s, config=c, params=model.num_params(), machine=m.note, versions=versions), ckpt and first,
@@ -300,7 +301,7 @@ def main():
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "
         f"a step: {B} x {T} tokens = {shares}{accumulate} micro-batches x {micro} sequences")
     falls = "" if s["schedule"] == "constant" else f" -> {s['min_lr']:g}"
-    say(f"{s['max_steps']} steps, {s['max_steps'] * B / windows.count:.2g} epochs, lr {s['lr']:g}{falls}, "
+    say(f"{s['max_steps']} steps, {s['max_steps'] / (windows.count // B):.2g} epochs, lr {s['lr']:g}{falls}, "
         f"{'compiled' if s['compile'] else 'not compiled'}{', steps as CUDA graphs' * update.on}"
         f"{', micro-batches as CUDA graphs' * update.part.on}; "
         f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")

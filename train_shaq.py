@@ -102,7 +102,7 @@ def settle(typed, stored, m):
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
              compile=m.device.type == "cuda" and triton is not None) | (PAPER if m.device.type == "cuda" else LAPTOP)
     s |= SHAQ_PRESETS[(s | stored | typed)["preset"]] | stored | typed
-    s["paced"] |= stored.get("max_steps") not in (None, s.get("max_steps"))  # a max_steps typed on --resume: not cut to max_minutes
+    s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # on --resume: not cut to max_minutes
     return s, {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s} | dict(mean_window=s["bptt"])
 
 
@@ -170,7 +170,7 @@ def stepper(model, optimizer, s, m):
         with m.autocast():
             loss, state = (m.net or model)(*batch, state)
         loss.backward()
-        missing = [n for n, p in model.named_parameters() if p.grad is None]
+        missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
         assert not missing, f"no gradient reaches {missing}"
         norm = clip_(model, s["grad_clip"])
         optimizer.step()
@@ -276,7 +276,7 @@ def main():
     ckpt = None  # stage 2 has no use for what is left
     if s["compile"]:
         model.compile()
-    per_epoch = length / average_length(s["seed"], s["bptt"])
+    per_epoch = length / average_length(s["seed"], s["bptt"]) + 0.5  # its last window is cut
     if s.get("max_steps") is None:  # nobody set it, or stage 2 took it back
         s["max_steps"] = math.ceil(s["epochs"] * per_epoch)
     if first > s["max_steps"]:
@@ -290,7 +290,8 @@ def main():
                     triton=getattr(triton, "__version__", None), git=git_commit())
     for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=source, checkpoints=first).items():
         if not m.same(mine):  # replicas would drift apart, and nothing would show it
-            die(f"the processes differ in their {what}: type the same command on each machine, with --data_dir and --out_dir that all share")
+            die(f"the processes differ in their {what}: type the same command, with --compile, whose default hangs on what is installed, "
+                "on each machine, with --data_dir and --out_dir that all share")
     if m.rank == 0:
         log = Log(os.path.join(s["out_dir"], "log.jsonl"),
                   dict(settings=s, config=c, params=sum(parts.values()), machine=m.note, versions=versions),
@@ -417,4 +418,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main, memory="a smaller --bptt, --batch, --mem_len or --n_embd")
+    run(main, memory="a smaller --bptt, --batch, --mem_len or --n_embd, or to --resume more processes")
