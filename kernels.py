@@ -34,9 +34,10 @@ except ImportError:  # Windows, macOS, CPU-only installs: every operator below s
 NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}" for c in __name__)
 
 
-def _check_meta(name, *tensors):  # given meta and real tensors, PyTorch would only work out shapes, and return memory nothing has written
-    if len({t.is_meta for t in tensors}) == 2:
-        raise ValueError(f"{name}: its tensors are on {', '.join(str(t.device) for t in tensors)}: those on meta hold no numbers yet")
+def _check_devices(name, *tensors):  # given meta and real tensors, PyTorch would only work out shapes, and return memory nothing has written;
+    if len({t.device for t in tensors}) > 1:  # and Triton reads another GPU's memory, before what is to be there may be written
+        raise ValueError(f"{name}: its tensors are on {', '.join(str(t.device) for t in tensors)}: expected one device, and numbers (on meta "
+                         "are none)")
 
 
 def _reverse_mode_only(name):
@@ -557,7 +558,7 @@ if triton is not None:
             total = total + v
         mean = tl.sum(total, 1) / D
         if RMS:
-            mean = mean * 0.0  # RMSNorm has none
+            mean = tl.zeros((R,), tl.float32)  # RMSNorm has none; 0 * mean would make inf nan
         total = tl.zeros((R, W), tl.float32)
         for i in tl.static_range(M * P):
             v = y[i] - mean[:, None]
@@ -623,7 +624,7 @@ if triton is not None:
             a = tl.sum(a, 1)[:, None] / D
             b = tl.sum(b, 1)[:, None] / D
             if RMS:
-                a = a * 0.0  # the mean's part
+                a = tl.zeros((R, 1), tl.float32)  # the mean's part
             u = _transform(xs, R, M, P, W, INNER, V, TURN)
             t, na, ne = (), (), ()
             for i in tl.static_range(M * P):
@@ -668,8 +669,10 @@ if triton is not None:
         if dx is not None:
             for i in tl.static_range(M * P):
                 by = by + (_load_vector(alpha + part, to[i], live, R, W) * scale,)
-        # Two stages: the next rows are copied into shared memory meanwhile, where a thread's share of a row is 4 bytes or more
-        for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=2):
+        # Two stages: the next rows are copied into shared memory meanwhile, where a thread's share of a row is 4 bytes or more; one stage
+        # where they would not fit into the 99 KiB of the smallest cards
+        STAGES: tl.constexpr = 2 if R * M * P * W * x.dtype.element_ty.primitive_bitwidth <= 90 * 4096 else 1
+        for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=STAGES):
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
             rows = row[:, None] * D + part
             ok = (row < N)[:, None]
@@ -1131,7 +1134,7 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     if n_head < 1 or d % n_head or alpha.shape != (d,) or beta.shape != (d,):
         raise ValueError(f"hadamard_affine: x (..., d) with d a multiple of n_head, alpha (d,) and beta (d,); got x {tuple(x.shape)}, "
                          f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
-    _check_meta("hadamard_affine", x, alpha, beta)
+    _check_devices("hadamard_affine", x, alpha, beta)
     scale = (n_head if heads_only else d) ** -0.5
     if alpha.requires_grad and torch.is_grad_enabled() and not x.is_cuda and x.dtype != torch.float16:  # which x H may not fit
         return _hadamard_kept(rows, alpha, beta, scale, n_head, heads_only)[0].view(x.shape)
@@ -1153,7 +1156,7 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
         raise ValueError("hadamard_affine_norm: x (..., d) with d a multiple of n_head, residual of its shape, alpha, beta, weight, "
                          f"shift (d,); got x {tuple(x.shape)}, residual {tuple(residual.shape)}, n_head {n_head}, "
                          f"vectors of {[tuple(t.shape) for t in vectors]}")
-    _check_meta("hadamard_affine_norm", x, residual, *vectors)
+    _check_devices("hadamard_affine_norm", x, residual, *vectors)
     scale = (n_head if heads_only else d) ** -0.5
     y, normed, _ = _hadamard_norm(rows, before, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only)
     return y.view(x.shape), normed.view(x.shape)
@@ -1643,7 +1646,7 @@ def _fo_pool(name, banks, H, c0):
         raise ValueError(f"{name}: c0 must be {state} of shape ({x.size(0)}, {H}), got {c0.dtype} of shape "
                          f"{tuple(c0.shape)}; pass the c_last of the window before, or None for zeros (FSDP casts it, but with "
                          "MixedPrecisionPolicy(cast_forward_inputs=False))")
-    _check_meta(name, *banks, *([] if c0 is None else [c0]))
+    _check_devices(name, *banks, *([] if c0 is None else [c0]))
     h, c_last, _ = _fo_op(banks, c0)
     return h, c_last
 
@@ -1699,13 +1702,15 @@ if triton is not None:
         xs, live = (), ()
         for n in tl.static_range(U):  # all loads first
             live = live + ((r < rows * (u + n < h).to(tl.int32)) & (i < w),)
-            xs = xs + (tl.load(dx_ptr + (u + n) * sh + r * st + i, live[n]),)                           # (R, W) each
+            xs = xs + (tl.load(dx_ptr + (u + n) * sh + r.to(tl.int64) * st + i, live[n]),)                           # (R, W) each
         for n in tl.static_range(U):
             x = xs[n]
             if cos_ptr is not None:
                 even, odd = tl.split(tl.reshape(x.to(tl.float32), (R, W // 2, 2)))
                 x = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (R, W))
             tl.store(out_ptr + (u + n) * w + r * C + i, x.to(out_ptr.dtype.element_ty), live[n])
+
+    _GRID_Z = 65535  # the most that a grid's third axis may count
 
     def _rope_tile(h, w):
         "The kernel's constexprs: each of 128 threads has, in 16 bits, up to four loads of 16 bytes at a time"
@@ -1716,12 +1721,13 @@ if triton is not None:
         "_rope_backward_torch on a GPU, or in the interpreter"
         (B, T, _, h, w), angles = out.shape, (cos.contiguous(), sin.contiguous())
         tile = _rope_tile(h, w)
-        grid = triton.cdiv(T, tile["R"]), triton.cdiv(h, tile["U"]), B
         with torch.cuda.device_of(out):  # Triton launches on the current device, which need not be the tensor's
             for i, dx in enumerate(grads if out.numel() else ()):
                 dx = dx if dx.stride(3) == 1 else dx.contiguous()
-                _rope_backward_kernel[grid](dx, *(angles if i < 2 else (None, None)), out[:, :, i], T, h, *dx.stride()[:3], out.stride(1),
-                                            **tile, num_warps=4, enable_fp_fusion=True)
+                for b in range(0, B, _GRID_Z):
+                    _rope_backward_kernel[triton.cdiv(T, tile["R"]), triton.cdiv(h, tile["U"]), min(_GRID_Z, B - b)](
+                        dx[b:], *(angles if i < 2 else (None, None)), out[b:, :, i], T, h, *dx.stride()[:3], out.stride(1), **tile,
+                        num_warps=4, enable_fp_fusion=True)
 
 
 def _rope_backward_torch(grads, cos, sin, out):
@@ -1739,9 +1745,10 @@ def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tenso
     """grads (B, h, T, w) of q, k and of more parts, with any strides -> that of the parts side by side, (B, T, parts * h * w): those of q
     and k, whose pairs (x_2i, x_2i+1) were turned by the angles of cos and sin (T, 1, w / 2) fp32, turned back in fp32 or wider, the others
     as they are. Not differentiable. Tables of other shapes that broadcast, such as one for each sequence, take the PyTorch path. ValueError
-    where a part has a shape of its own, as k and v of grouped queries have."""
-    if any(g.shape != grads[0].shape for g in grads):
-        raise ValueError(f"rope_backward: expected gradients of one shape (B, h, T, w), got {[tuple(g.shape) for g in grads]}")
+    where a part has a shape of its own, as k and v of grouped queries have, where w is odd, or for several devices."""
+    _check_devices("rope_backward", *grads, cos, sin)
+    if any(g.shape != grads[0].shape or g.size(-1) % 2 for g in grads):
+        raise ValueError(f"rope_backward: expected gradients of one shape (B, h, T, w), w even, got {[tuple(g.shape) for g in grads]}")
     B, h, T, w = grads[0].shape
     out = grads[0].new_empty(B, T, len(grads), h, w)
     by_triton = (out.is_cuda and triton is not None and out.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -1752,5 +1759,6 @@ def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tenso
 
 @rope_backward.register_fake
 def _(grads, cos, sin):
+    _check_devices("rope_backward", *grads, cos, sin)
     B, h, T, w = grads[0].shape
     return grads[0].new_empty(B, T, len(grads) * h * w)

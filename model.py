@@ -37,7 +37,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (_check_meta, _check_order, _reverse_mode_only, _split_order, hadamard_affine, hadamard_affine_norm, hadamard_matrix,
+from kernels import (_check_devices, _check_order, _reverse_mode_only, _split_order, hadamard_affine, hadamard_affine_norm, hadamard_matrix,
                      hadamard_norm_is_fused, qrnn_pool, rope_backward, triton)
 
 # -----------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
                          "k, v like k; a mask goes with one query, (1, S) of floats; new without these, as k and v but for S; got "
                          + ", ".join(f"{n} {tuple(t.shape)}" for n, t in given.items() if t is not None))
     T, S = q.size(2), k.size(2)
-    _check_meta("attention", *(t for t in (q, k, v, q_r, k_r, *(new or ())) if t is not None))
+    _check_devices("attention", *(t for t in (q, k, v, q_r, k_r, *(new or ())) if t is not None))
     new = new if torch.is_grad_enabled() else None
     # One of three ways:
     # 1. Blocks of query rows: on a CPU for training, over a memory (T < S), and where no flash kernel serves (heads above 256, the outer

@@ -433,7 +433,7 @@ def test_hadamard_wrong_shapes_and_dtypes_are_one_line():
     x, v = torch.zeros(2, 48), torch.zeros(48)
     nowhere = torch.empty(48, device="meta")  # PyTorch would then take all for meta tensors, and return memory that nothing has written
     for call, words in ((lambda: hadamard_affine(x, torch.zeros(47), v), ("alpha (47,)", "(2, 48)")),
-                        (lambda: hadamard_affine(x, v, nowhere), ("cpu, cpu, meta",)),
+                        (lambda: hadamard_affine(x, v, nowhere), ("cpu, cpu, meta", "one device")),
                         (lambda: hadamard_affine_norm(x, v, v, x, nowhere), ("cpu, meta",)),
                         (lambda: hadamard_affine(x, v, torch.zeros(1)), ("beta (1,)",)),
                         (lambda: hadamard_affine(x, v, v, 5), ("n_head 5",)),
@@ -629,7 +629,7 @@ def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypa
         return model[start:model.index("\n\n\n", start)] + "\n\n\n"
 
     source = dict(matrix=top.split(rule + "# PyTorch path.")[0], transform=top, pool=pool,
-                  attention=head + top[top.index("def _check_meta("):top.index("# ---")]
+                  attention=head + top[top.index("def _check_devices("):top.index("# ---")]
                   + model[model.index("def product_dtype("):model.index("def up_to(")],
                   QRNN=pool + "from torch import nn\n" + "".join(map(of_model, ("def product_dtype", "def last(", "class QRNN"))),
                   LAMB="import torch\n" + of_model("def norms") + of_model("class LAMB"))[part]
@@ -1065,13 +1065,17 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
             assert calls == ["triton"] * (len(shapes) == 3 and shapes[0] == T and kernels.triton is not None)
     with pytest.raises(ValueError, match="of one shape"):  # grouped queries: the kernel would read on beyond the fewer heads
         kernels.rope_backward([dx, dx[:, :1], dx[:, :1]], *table)
+    refuses(lambda: kernels.rope_backward([torch.zeros(2, h, T, 3)] * 3, *model_py.rope_table(T, 2)), "w even")
+    for angles in (table[0].to("meta"), table[0]), (table[0], table[1].to("meta")):  # numbers that nobody wrote would come back
+        refuses(lambda: kernels.rope_backward([torch.zeros(2, h, T, d // h)] * 3, *angles), "on cpu", "meta")
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
-def test_rope_backward_kernel_turns_back_and_takes_any_strides(dtype, tol):
+def test_rope_backward_kernel_turns_back_and_takes_any_strides(dtype, tol, monkeypatch):
     device = GPU if torch.cuda.is_available() else "cpu"
-    for B, T, h, w in ((2, 37, 3, 6), (1, 5, 1, 2), (2, 18, 5, 64), (1, 3, 5, 96), (0, 3, 2, 4)):  # beside tiles of 16 rows, 4 heads, 2^n
+    monkeypatch.setattr(kernels, "_GRID_Z", 2)  # rows of a batch for each launch
+    for B, T, h, w in ((3, 37, 3, 6), (1, 5, 1, 2), (2, 18, 5, 64), (1, 3, 5, 96), (0, 3, 2, 4)):  # beside tiles of 16 rows, 4 heads, 2^n
         wide, late, turned, first = (torch.randn(*shape, device=device).to(dtype) for shape in (
             (B, h, T, 2 * w), (B, T, h, w), (B, h, w, T), (1, h, T, w)))
         grads = [wide[..., w:], late.transpose(1, 2), turned.mT, first.expand(B, h, T, w)]
@@ -5882,7 +5886,8 @@ POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((136, "poo
              for sm, dtype, *flags in ((90, "bf16"), (80, "fp32"), (90, "bf16", "ACT"), (90, "bf16", "SUMMARY"), (100, "fp16", "SEGMENTED"),
                                        (90, "fp32", "SEGMENTED"))]
 ROPE_CODE = [(0, "rope backward", sm, "bf16", *shape) for sm, shape in ((90, (64, 12)), (80, (96, 16)), (100, (64, 12)))]
-CODE = dict(hadamard=HADAMARD_CODE, fopool=POOL_CODE, rope=ROPE_CODE)
+WIDE_CODE = (0, "grads", 86, "fp32", 16384, 128, False, "")  # for a card with little shared memory
+CODE = dict(hadamard=[*HADAMARD_CODE, WIDE_CODE], fopool=POOL_CODE, rope=ROPE_CODE)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -5931,6 +5936,7 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compiled):
         if kind in ("grads", "backward") and sum(op.startswith("LDGSTS") for op in code.ops) != ahead:
             faults.append((what, "the next rows are not copied meanwhile", ahead))
     assert not faults
+    assert compiled[WIDE_CODE].result().shared <= 99 * 1024  # with the next rows copied meanwhile it would want 136 KiB, and not start
 
 
 @needs_triton
@@ -5956,6 +5962,7 @@ def test_rope_machine_code_moves_16_bytes_a_thread_and_shares_none(compiled):
         memory = [op for op in code.ops if op.startswith(("LDG", "STG", "LDS", "STS", "LDL", "STL"))]
         print(what, f"{code.each:.1f} instructions an element, {code.far} far, {code.registers} registers")
         assert len(memory) == 2 * code.plan["U"] + 2 and all(".128" in op for op in memory), memory  # cos and sin for all heads at once
+        assert code.far >= 14  # with 32-bit products of strides 10
         assert code.registers <= 64 and code.stack == code.shared == 0 and code.each < 24
 
 

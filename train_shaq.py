@@ -418,4 +418,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main, memory="a smaller --bptt, --batch, --mem_len or --n_embd, or to --resume more processes")
+    run(main, memory="a smaller --bptt, --batch, --mem_len or --n_embd, or, for a resumed run, more processes")
