@@ -35,9 +35,8 @@ NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum
 
 
 def _check_devices(name, *tensors):  # given meta and real tensors, PyTorch would only work out shapes, and return memory nothing has written;
-    if len({t.device for t in tensors}) > 1:  # and Triton reads another GPU's memory, before what is to be there may be written
-        raise ValueError(f"{name}: its tensors are on {', '.join(str(t.device) for t in tensors)}: expected one device, and numbers (on meta "
-                         "are none)")
+    if any(t.device != tensors[0].device for t in tensors):  # Triton reads another GPU's memory, whether written yet or not
+        raise ValueError(f"{name}: its tensors are on {', '.join(str(t.device) for t in tensors)}: expected all on one device")
 
 
 def _reverse_mode_only(name):
