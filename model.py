@@ -296,7 +296,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
                          + ", ".join(f"{n} {tuple(t.shape)}" for n, t in given.items() if t is not None))
     T, S = q.size(2), k.size(2)
     _check_devices("attention", *(t for t in (q, k, v, q_r, k_r, *(new or ())) if t is not None))
-    new = new if torch.is_grad_enabled() else None
+    new = new if torch.is_grad_enabled() or dropout else None
     # One of three ways:
     # 1. Blocks of query rows: on a CPU for training, over a memory (T < S), and where no flash kernel serves (heads above 256, the outer
     #    form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16, T 1024, one head of 768 with values of 1,536, they
@@ -693,12 +693,16 @@ class GPT(nn.Module):
         if c.pos == "rope":
             for name, table in zip(("cos", "sin"), self.angles()):
                 self.register_buffer(name, table, persistent=False)
-        self.init_weights()
+        if c.init != "torch":  # else every module has initialised itself
+            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """All initialisation, in one place: GPT-2's. A parameter that no line below names is an error."""
-        if self.config.init == "torch":  # every module has initialised itself
+        """All initialisation, in one place: GPT-2's, or with init=torch each module's own. A parameter that no line below names is an error."""
+        if self.config.init == "torch":
+            for part in self.modules():
+                if hasattr(part, "reset_parameters"):
+                    part.reset_parameters()
             return
         branch = (2 * self.config.n_layer) ** -0.5  # 2L branches add to the residual stream: each starts smaller
         for name, p in self.named_parameters():
@@ -724,13 +728,13 @@ class GPT(nn.Module):
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
         T, at, mask, places = idx.size(1), pos, None, pos
+        x = self.wte(idx)                                                                # (B, T, d)
         if isinstance(pos, torch.Tensor):
-            mask = up_to(pos, cache[0][0].size(2), product_dtype(self.wte.weight))       # (1, positions)
+            mask = up_to(pos, cache[0][0].size(2), product_dtype(x))                     # (1, positions)
         else:
             at, places = slice(pos, pos + T), (pos, pos + T)  # for blocks, which torch 2.11 would compile anew for every slice
             if pos + T > self.config.block_size:
                 raise ValueError(f"{pos + T} tokens, but block_size is {self.config.block_size}: crop idx, as generate() does")
-        x = self.wte(idx)                                                                # (B, T, d)
         if self.wpe is not None:
             x = x + self.wpe.weight[at]
         table = (self.cos[at], self.sin[at]) if self.config.pos == "rope" else None
@@ -754,7 +758,7 @@ class GPT(nn.Module):
 
     def new_cache(self, batch, length=None):
         "Empty KV cache, for each layer: k (B, h, length, d_h) and v, as wide, or for dva [V, K_R], twice as wide"
-        c, w = self.config, self.wte.weight
+        c, w = self.config, next(self.parameters())
         shape, d_h = (batch, c.n_head, length or c.block_size), c.n_embd // c.n_head
         return [tuple(torch.zeros(*shape, n, device=w.device, dtype=w.dtype) for n in (d_h, d_h if c.attn == "mha" else 2 * d_h))
                 for _ in range(c.n_layer)]
@@ -811,7 +815,7 @@ class GPT(nn.Module):
         counted without the causal mask, as is customary. A fixed matrix that is no Parameter would be left out: add 4 for each number."""
         c, T = self.config, T or self.config.block_size
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
-        head = c.vocab_size * c.n_embd if c.tie_weights else 0
+        head = c.vocab_size * c.n_embd if self.tied() else 0
         return 6 * (weights + head) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
 
     # A tied head and rope's angles must outlast casts, to_empty() and load_state_dict(assign=True), which would undo them
@@ -838,7 +842,9 @@ class GPT(nn.Module):
         """What load_state_dict calls for each module, so this holds within a wrapper's, too: with assign=True a tied head stays tied, and a
         model made on the meta device gets its angles. Some files hold the tied two once, under either name."""
         names = prefix + "wte.weight", prefix + "lm_head.weight"
-        w = next((state_dict[n] for n in names if n in state_dict), None)
+        w, *other = [state_dict[n] for n in names if n in state_dict] or [None]
+        if self.tied() and other and not w.is_meta and not (w.shape == other[0].shape and torch.equal(w, other[0].to(w.device))):
+            args[-1].append("wte.weight and lm_head.weight differ: make the model with tie_weights=False")
         if self.tied() and w is not None:  # one Parameter, or each child would make its own
             state_dict |= dict.fromkeys(names, w if isinstance(w, nn.Parameter) else nn.Parameter(w, requires_grad=False))
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)
@@ -986,6 +992,8 @@ class QRNN(nn.Module):
     def forward(self, x, state=None):
         """x (B, T, d) -> h (B, T, d), state; state = the last window - 1 inputs (B, window - 1, d), c (B, d) fp32 or wider."""
         past, c = state if state is not None else (x.new_zeros(x.size(0), self.window - 1, x.size(2)), None)
+        if past.size(1) != self.window - 1:
+            raise ValueError(f"this state holds {past.size(1)} inputs, expected qrnn_window - 1 = {self.window - 1}: another model's?")
         T, x = x.size(1), x.to(product_dtype(x))                        # the product would cast it anyway, after it is copied twice
         x = torch.cat([past.to(x.dtype), x], dim=1)                     # (B, window - 1 + T, d)
         end = last(x, self.window - 1).clone()                          # a view would hold on to all of x
@@ -1087,6 +1095,8 @@ class MemoryAttention(nn.Module):
         the windows before (the paper's indices move by one position each; the windows of SHA-RNN's training do not overlap)."""
         p = self.config.mean_window
         C, W, H = (s.to(m.dtype) for s in memory) if memory is not None else (m[:, :0],) * 3
+        if H.size(1) >= p:
+            raise ValueError(f"this state's window holds {H.size(1)} positions, expected fewer than mean_window={p}: another model's?")
         out = []
         while m.size(1):
             n = min(p - H.size(1), m.size(1))
@@ -1165,14 +1175,14 @@ class SHAQBlock(nn.Module):
     def lstm(self, h, state):
         """nn.LSTM, whose h and c are (1, B, d); ours are (B, d), so that streams are dimension 0 of all state."""
         dtype = self.rnn.weight_hh_l0.dtype
-        if state and h.size(1) == 1 and not self.training:  # cuDNN, where it cannot keep 16-bit weights packed, would copy them each time
+        if state and h.size(1) == 1 and not self.training and plain(self.rnn, nn.LSTM):  # cuDNN, where it cannot keep 16-bit weights packed, would copy them each time
             with torch.autocast("cuda" if h.is_cuda else "cpu", enabled=False):
                 state = torch.lstm_cell(h[:, 0].to(dtype), [s.to(dtype) for s in state], *self.rnn.all_weights[0])
             return state[0][:, None], state
         state = state and tuple(s[None].to(dtype) for s in state)
         # cuDNN's LSTM under autocast is in fp16, whatever autocast's dtype, and loses small gradients: so fp32, its products in TF32.
         # The fastest of its algorithms, persistent, with the weights on the chip, takes fp16 alone
-        wide = h.is_cuda or h.device.type == "cpu" and not BF16_LSTM
+        wide = h.is_cuda or h.device.type == "cpu" and (not BF16_LSTM or product_dtype(h) == torch.float16)  # oneDNN trains none in fp16
         with torch.autocast(h.device.type, enabled=False) if wide else contextlib.nullcontext():
             x, state = self.rnn(h.to(dtype) if wide else h, state)
         # In memory x is (T, B, d). Both norms that follow would copy it, and torch 2.13's compiled dropout may draw in another order than it
@@ -1255,7 +1265,8 @@ class SHAQ(nn.Module):
 
         The state has read all but the last token: generate(idx[:, -1:], ..., state=state) goes on from there.
         temperature=0 takes the most likely token; top_k=None or 0 draws from all; generator as for GPT. On a GPU the
-        model, its state and the draw are one CUDA graph for each byte, with memory=mean a new graph for each window.
+        model, its state and the draw are one CUDA graph for each byte, with memory=mean a new graph for each window. With memory=none
+        a byte's window is itself, and attention sees nothing else.
         """
         generator = generator or torch.Generator().manual_seed(1337)
         uniform = draws(max_new_tokens, temperature, idx, generator)
@@ -1323,7 +1334,8 @@ class SHAQ(nn.Module):
 
     @torch.no_grad()
     def collapse(self):
-        """Each value gate takes the place of what computed it, 2,099,200 parameters at d = 1024. For inference only; returns self."""
+        """Each value gate takes the place of what computed it, 2,099,200 parameters at d = 1024. For inference only: no model made anew takes
+        its state_dict. Returns self."""
         for block in self.blocks:
             if block.attn is not None and block.attn.config.gates:
                 block.attn.vs, block.attn.overparam = nn.Parameter(block.attn.value_gate(), requires_grad=False), None
@@ -1356,7 +1368,7 @@ class LAMB(torch.optim.Optimizer):
     |step|. Few launches (foreach, but one a tensor for its ratio), and nothing waits for the device: the ratios stay there."""
 
     def __init__(self, params, lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25):
-        if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
+        if not (lr >= 0 and eps > 0 and weight_decay >= 0 and all(0 <= b < 1 for b in betas)):
             raise ValueError(f"LAMB: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: expected lr >= 0, "
                              f"betas in [0, 1), eps > 0, weight_decay >= 0")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm,
@@ -1366,13 +1378,14 @@ class LAMB(torch.optim.Optimizer):
     def step(self, closure=None):
         """One update of every parameter that has a gradient. Returns closure()'s loss, or None."""
         loss = None if closure is None else torch.enable_grad()(closure)()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if p.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"LAMB: got a parameter in {p.dtype}, expected fp32 or fp64; use autocast for 16 bits")
         for group in self.param_groups:
             w = [p for p in group["params"] if p.grad is not None]
             if not w:
                 continue
             for p in w:
-                if p.dtype not in (torch.float32, torch.float64):
-                    raise ValueError(f"LAMB: got a parameter in {p.dtype}, expected fp32 or fp64; use autocast for 16 bits")
                 if not self.state[p]:
                     self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             g = [p.grad for p in w]
@@ -1702,9 +1715,12 @@ def load_checkpoint(path, kind=None):
                          "go on with it there, or name another")
     what, unlike = "settings that this model.py does not know", set(ckpt["config"]) - {f.name for f in fields(Config)}
     if not unlike:
-        with torch.device("meta"):  # names and shapes alone
-            made = {name: t.shape for name, t in Model(Config(**ckpt["config"])).state_dict().items()}
-        what, unlike = "other parameters than this model.py makes", {name for name, _ in held.items() ^ made.items()}
+        try:
+            with torch.device("meta"):  # names and shapes alone
+                made = {name: t.shape for name, t in Model(Config(**ckpt["config"])).state_dict().items()}
+            what, unlike = "other parameters than this model.py makes", {name for name, _ in held.items() ^ made.items()}
+        except ValueError as e:
+            what, unlike = "settings that this model.py refuses", {str(e)}
     if unlike:
         raise ValueError(f"{path} has {what} ({', '.join(sorted(unlike)[:4])}{', ..' * (len(unlike) > 4)}): another version wrote it "
                          f"(commit: {ckpt.get('versions', {}).get('git') or 'not recorded'}); take that one, or train anew")

@@ -1285,7 +1285,9 @@ def test_gpt_blocked_attention_drops_the_same_when_it_is_recomputed(monkeypatch)
     for grads in (False, True):
         with torch.set_grad_enabled(grads):
             attention(*(t.as_subclass(Cuda) for t in (leaf[0][:, :, :4], *leaf[1:])), dropout=0.4)
-    assert drawn == [(None, False), (None, True)]
+            q, k, v = (t[:, :, -1:].as_subclass(Cuda) for t in leaf)  # one query, too
+            attention(q, *(t.as_subclass(Cuda) for t in leaf[1:]), dropout=0.4, new=(k, v))
+    assert drawn == [(None, False)] * 2 + [(None, True)] * 2
 
 
 @pytest.mark.parametrize("attn", CHOICES["attn"])
@@ -1548,6 +1550,8 @@ def test_gpt_cache_filled_in_pieces(attn, pos, out):
         parts.append(m(idx[:, start:start + n], cache=cache, pos=start))
         start += n
     assert error(torch.cat(parts, 1), m(idx).detach()) < 1e-12
+    m.wte = nn.Sequential(nn.Embedding(97, 8), nn.Linear(8, 48)).double()  # another embedding, which has no weight
+    assert torch.equal(*(m.generate(idx[:, :3], 4, 0.0, use_cache=cached) for cached in (True, False)))
 
 
 def says(**what):
@@ -1712,8 +1716,18 @@ def test_gpt_made_on_the_meta_device_is_the_gpt(tie_weights):
     where = m.cos.data_ptr()
     assert m.to("cpu").cos.data_ptr() == where  # what has been captured or shared stays
     assert all(torch.equal(m.to(dtype).cos, loaded.cos) for dtype in (torch.bfloat16, torch.float64))
-    m.lm_head.weight = nn.Parameter(m.wte.weight + 1)
-    assert torch.equal(m.to(torch.float32).lm_head.weight, m.wte.weight + 1)  # untied by hand
+    flops, m.lm_head.weight = m.flops_per_token(), nn.Parameter(m.wte.weight + 1)
+    assert torch.equal(m.to(torch.float32).lm_head.weight, m.wte.weight + 1) and m.flops_per_token() == flops  # untied by hand
+    if tie_weights:  # a tied model has room for one of the two
+        with pytest.raises(RuntimeError, match="tie_weights=False"):
+            GPT(m.config).load_state_dict(m.state_dict())
+    book = make(init="torch", tie_weights=tie_weights)
+    with torch.device("meta"):
+        drawn = GPT(book.config)
+    for model in (book, drawn.to_empty(device="cpu").eval()):
+        torch.manual_seed(1)
+        model.init_weights()
+    assert torch.equal(drawn(idx), book(idx)) and (tie_weights or abs(book.wte.weight.std() - 1) < 0.1)
 
 
 # -----------------------------------------------------------------------------
@@ -2432,6 +2446,8 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     one_line(train("--resume"), "ckpt.pt", "(n_expert): another version")
     torch.save(ckpt | dict(config=ckpt["config"] | dict(n_embd=64)), path)
     one_line(train("--resume"), "ckpt.pt", "other parameters", "(h.0.attn.alpha, h.0.attn.beta, ", "..): another version")
+    torch.save(ckpt | dict(config=ckpt["config"] | dict(attn_out="new")), path)
+    one_line(train("--resume"), "ckpt.pt", "refuses (attn_out='new': expected", "another version")
 
 
 def test_train_folder_that_cannot_be_written_is_one_line(train, tmp_path):
@@ -3305,6 +3321,10 @@ def test_shaq_impossible_settings_and_states_are_one_line():
         refuses(lambda: model(idx, idx.T), "targets have shape (4, 2)", "(2, 4)")  # as many numbers: it gave a loss
         refuses(lambda: model.generate(idx, 2, temperature=-1), "temperature=-1")
         refuses(lambda: model.generate(idx, 2, temperature=math.nan), "temperature=nan")
+    for what, one, two in (("mean_window=4", dict(memory="mean", mean_window=8), dict(memory="mean", mean_window=4)),  # it went on for ever
+                           ("qrnn_window - 1 = 1", dict(qrnn_window=3), dict(qrnn_window=2))):
+        _, state = tiny_shaq("qrnn", **one)(idx.repeat(1, 2)[:, :6])
+        refuses(lambda: tiny_shaq("qrnn", **two)(idx, state=state), what, "another model's")
     for m, block, name in ((model, model.blocks[1], "blocks.1.extra"), (gpt := make(), gpt.h[0], "h.0.extra")):
         block.extra = nn.Parameter(torch.ones(3))
         refuses(m.init_weights, name, kind=RuntimeError)
@@ -3350,8 +3370,11 @@ def test_lamb_leaves_parameters_without_gradient_survives_a_zero_gradient_and_wa
 def test_lamb_wants_fp32_and_numbers_that_make_sense():
     low = nn.Parameter(torch.randn(3).bfloat16())
     low.grad = torch.ones_like(low)
-    refuses(LAMB([low]).step, "bfloat16")
-    for bad in (dict(lr=-1), dict(eps=0), dict(betas=(0.9, 1.0)), dict(betas=(-0.1, 0.9)), dict(weight_decay=-1)):
+    (first,) = lamb_parameters()[:1]
+    first.grad, before = torch.ones_like(first), first.detach().clone()
+    refuses(LAMB([dict(params=[first]), dict(params=[low])]).step, "bfloat16")
+    assert torch.equal(first, before)  # no half a step
+    for bad in (dict(lr=-1), dict(lr=math.nan), dict(eps=0), dict(betas=(0.9, 1.0)), dict(betas=(-0.1, 0.9)), dict(weight_decay=-1)):
         refuses(lambda: LAMB(lamb_parameters(), **bad), "LAMB")
     published = dict(lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25)
     assert LAMB(lamb_parameters()).defaults == published
@@ -3762,6 +3785,12 @@ def test_shaq_lstm_takes_16_bit_state_and_stays_fp32_where_it_must(monkeypatch):
         torch.testing.assert_close(block.lstm(x[:, :1], state)[0], wanted[0][:, :1])  # one byte is read in fp32
     mine = block.lstm(x.as_subclass(Cuda), state)
     torch.testing.assert_close(tuple(t.as_subclass(torch.Tensor) for t in (mine[0], *mine[1])), (wanted[0], *wanted[1]))
+    with torch.autocast("cpu", torch.float16):  # which oneDNN's does not train in
+        block.lstm(x.float().requires_grad_(), state)[0].sum().backward()
+    seen = []
+    block.rnn.register_forward_hook(lambda *a: seen.append(1))
+    block.lstm(x[:, :1].float(), state)
+    assert seen == [1]  # one byte, but the layer itself is to be called
 
 
 def test_train_shaq_compiled_is_not_compiled(train_shaq_here, tmp_path, monkeypatch):
