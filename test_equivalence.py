@@ -921,6 +921,32 @@ def test_gpt_dropout_by_many_draws_at_once_is_dropout(p, dtype):
     assert torch.equal(a, b) and torch.equal(a, c) == (p in (0.0, 1.0)) and torch.equal(model_py.Dropout(p).eval()(x), x)
 
 
+@pytest.mark.parametrize("config", [dict(), dict(norm="rmsnorm"), dict(attn="dva", n_head=1, mlp="none", pos="learned", bias=False),
+                                    dict(attn_out="hadamard", mlp="gelu", tie_weights=False)])
+def test_gpt_is_written_out(config):
+    "All but attention, which has tests of its own"
+    def norm(part, x):
+        if c.norm == "rmsnorm":
+            return part.weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return F.layer_norm(x, (c.n_embd,), part.weight, part.bias, 1e-5)
+
+    m, idx = make(double=True, **config), torch.randint(0, 97, (2, 9))
+    c, table = m.config, (m.cos[:9], m.sin[:9]) if m.wpe is None else None
+    x = m.wte.weight[idx] + (m.wpe.weight[:9] if m.wpe is not None else 0)
+    for block in m.h:
+        x = x + block.attn(norm(block.ln_1, x), table)
+        if block.mlp is not None:
+            y = block.mlp.c_fc(norm(block.ln_2, x))
+            gate, up = y.chunk(2, -1)
+            y = F.gelu(y, approximate="tanh") if c.mlp == "gelu" else gate * torch.sigmoid(gate) * up
+            x = x + block.mlp.c_proj(y)
+    assert error(m(idx).detach(), (norm(m.ln_f, x) @ m.lm_head.weight.T).detach()) < 1e-12
+    if m.h[0].mlp is not None:  # dropout is of a branch's output
+        mlp = make(**config, dropout=0.5).h[0].mlp.train()
+        nn.init.zeros_(mlp.c_proj.weight), nn.init.ones_(mlp.c_proj.bias)
+        assert mlp(torch.randn(2, 9, c.n_embd)).unique().tolist() == [0, 2]
+
+
 def test_gpt_of_nanogpts_kind_has_its_parameters_and_its_logits():
     "Names, shapes and order are nanoGPT's behind its prefix: its weights, and an optimiser's state, can be loaded; its GELU is not ours"
     d, h, V, T = 24, 3, 13, 10
@@ -1620,6 +1646,9 @@ def test_gpt_wide_heads_on_a_gpu_whole_where_that_is_small(T, outer, monkeypatch
         assert error(a, b) < 1e-12
     half = attention(*(t.as_subclass(Elsewhere) for t in leaf), dropout=0.5).as_subclass(torch.Tensor)
     assert error(half, y.detach()) > 0.1  # dropout is there
+    if T < 9:  # and keeps the mean
+        many = [t.detach()[:1].expand(6000, -1, -1, -1).as_subclass(Elsewhere) for t in leaf]
+        assert error(attention(*many, dropout=0.5).as_subclass(torch.Tensor).mean(0), y[0].detach()) < 0.1
     with pytest.raises(TypeError, match="NoneType"):  # one query more, and the weights outgrow the values: by blocks
         attention(*(torch.cat((t, randn(2, 2, (8 if outer else 300) + 1 - T, t.size(-1))), 2).as_subclass(Elsewhere) for t in leaf))
 
@@ -2119,6 +2148,7 @@ def test_train_reads_every_window_once_an_epoch_in_another_order():
     assert train_gpt.Windows(np.arange(129), 8, 16, 1)(5, slice(None))[0].numel() == 128  # a step may take a whole epoch
     windows = train_gpt.Windows(np.arange(129), 8, 4, 1)  # 16 windows, 4 steps an epoch
     epochs = [[windows(4 * e + i, slice(None))[0][:, 0].tolist() for i in range(4)] for e in range(3)]
+    assert len(train_gpt.Windows(np.arange(81), 8, 4, 1)(2, slice(None))[0]) == 4  # an epoch's last two windows make no batch
     assert all(sorted(sum(e, [])) == list(range(0, 128, 8)) for e in epochs) and epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert train_gpt.Windows(np.arange(129), 8, 4, 2)(0, slice(None))[0][:, 0].tolist() != epochs[0][0]  # nor is another seed's order
     x, y = windows(1, slice(1, 3))
@@ -2335,11 +2365,27 @@ def test_train_processes_that_differ_end_before_an_earlier_run_is_touched(train,
 
 
 def test_train_dtype_is_that_of_training_and_evaluation_and_stays(train, train_shaq_here):
+    seen, m, tokens = [], model_py.Machine(torch.device("cpu"), torch.bfloat16, 0, 1, ""), pd.np.arange(400) % 11
+    for model, evaluate in ((make(vocab_size=11), lambda *a: train_gpt.evaluate(*a, 2, m)),
+                            (tiny_shaq("shaq"), lambda *a: train_shaq.evaluate(*a, 20, m))):
+        model.register_forward_pre_hook(lambda *a: seen.append(torch.is_autocast_enabled("cpu")))
+        evaluate(model, tokens, 200)
+    assert len(seen) > 2 and all(seen)
     for run, kind in ((train, "gpt"), (train_shaq_here, "shaq")):
         high, low = (losses(ended(run("--max_steps=3", f"--dtype={dtype}", out=kind + dtype))[3]) for dtype in ("float32", "bfloat16"))
         assert all(a != b for a, b in zip(low, high))  # the same weights, batch and dropout; one loss of three may be the same by chance
         log = ended(run("--resume", "--max_steps=4", out=kind + "bfloat16"))[3]
         assert ["bfloat16, as set" in r["machine"] for r in log if "machine" in r] == [True] * 2
+
+
+def test_train_seed_draws_the_dropout_of_each_step_and_grad_clip_clips(either, monkeypatch):
+    script, run = either
+    seeds, most, set_seed, clip = [], [], torch.manual_seed, script.clip_
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or set_seed(seed))
+    monkeypatch.setattr(script, "clip_", lambda model, at: most.append(at) or clip(model, at))
+    for seed in (1, 2):
+        ended(run(f"--seed={seed}", "--grad_clip=0.125", "--max_steps=6", out=str(seed)))
+    assert len(set(seeds)) >= 12 and most == [0.125] * 12
 
 
 def test_train_seed_draws_the_first_weights():
@@ -2895,6 +2941,15 @@ def test_shaq_blocks_are_figure_2_written_out(preset, more):
         assert memory is m is None or preset == "mean_mem" or torch.equal(memory, m)
     block = tiny_shaq(preset, dropout=0.5, **more).blocks[0].train()
     assert (block(h)[0] == block.ln_start(h)).any() == (residual and block.ff is None)
+    seen, idx = [], torch.randint(11, (2, 5))
+    model.blocks[-1].register_forward_hook(lambda block, args, out: seen.append(out[0]))
+    torch.testing.assert_close(model(idx)[0], seen[0] @ model.wte.weight.T + model.decoder_bias)
+    model = tiny_shaq(preset, dropout=0.5, **more | dict(rnn_residual=True)).train()
+    block = model.blocks[max(model.config.attn_layers) - 1]
+    for name, p in block.named_parameters():  # branches of nothing but zeros, beside which a dropout of the sum would show
+        if ".ln" not in name and not name.startswith("ln"):
+            nn.init.zeros_(p)
+    assert block(h)[0].all()
 
 
 @pytest.mark.parametrize("gates", [True, False])
@@ -2967,6 +3022,7 @@ def test_shaq_qrnn_is_eq_5_to_9(window):
         torch.testing.assert_close(h[:, t], o * c, rtol=1e-5, atol=1e-5)            # eq. 9
     torch.testing.assert_close(c_last, c, rtol=1e-5, atol=1e-5)
     assert torch.equal(last_inputs, X[:, 5:])
+    assert torch.equal(qrnn(x)[0], qrnn(x, (torch.zeros_like(past), torch.zeros_like(c)))[0])  # a stream starts with nothing
 
 
 @pytest.mark.parametrize("preset", SHAQ_PRESETS)
@@ -3416,6 +3472,8 @@ def test_train_shaq_reads_the_streams_in_windows():
     assert [train_shaq.window_length(2, i, 100) for i in range(2000)] != n and {train_shaq.window_length(1, i, 5) for i in range(99)} == {5}
     for seed in range(1337, 1342):  # SHA-RNN's: 0.95 (1024 - 2) + 0.05 * 512; int() and at most bptt take 0.3 more
         assert train_shaq.average_length(seed, 1024) == pytest.approx(996.5, abs=1.2)
+    draws = train_shaq.window_lengths(np.random.default_rng(1), 1000, 20_000)
+    assert draws[draws < 700].std() == pytest.approx(5, abs=0.5)  # about 500; int() hardly matters
     (c, none), = train_shaq.take([(torch.arange(4), None)], range(2, 4), "cpu")  # the second process's share of a state
     assert c.tolist() == [2, 3] and none is None
 
@@ -3671,6 +3729,8 @@ def test_train_max_minutes_shortens_the_schedule_of_a_resumed_run_too(either, tm
     clock(5)
     _, said, _, log = ended(run(*flags, out="whole"))
     assert "will do for 27 steps here" in said and list(losses(log)[0]) == list(range(27))
+    s, rate = log[0]["settings"], [r["lr"] for r in log if "loss" in r][-1]
+    assert rate == pytest.approx(model_py.lr_at(26, s["lr"], s["min_lr"], s["warmup_steps"], 27, s["schedule"]))  # the cosine ends there, too
     with monkeypatch.context() as patch:
         patch.setattr(script, "StopSignal", stops(9))
         assert run(*flags, out="cut")[0] == 130  # it was not yet decided
@@ -3721,6 +3781,7 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         assert first["settings"]["min_lr"] == pytest.approx(8e-3 / 2 / 10) and log[0]["val_loss"] == pytest.approx(best["best"], rel=1e-5)
         assert first["settings"]["max_steps"] == math.ceil(5 * (length / train_shaq.average_length(first["settings"]["seed"], 20) + 0.5))
         assert [r["step"] for r in log] == [0, 0]
+        assert load_checkpoint(str(tmp_path / "second/best.pt"))["best"] == log[0]["val_loss"]  # of this stage
         one_line(train_shaq_here(stage2, "--n_layer=3"), "another model")
         one_line(train_shaq_here(stage2, out="whole"), "type another --out_dir")
         assert (tmp_path / "whole/best.pt").exists()
