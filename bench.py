@@ -754,7 +754,8 @@ def affine_rows(args, m, d):
 
 
 def pool_loop(gates):
-    "fo-pooling in plain PyTorch: autograd has a node for each operation of each step"
+    """fo-pooling in plain PyTorch, as one would write it first: autograd has a node for each operation of each step, and the gradient of each
+    f[:, t] is as large as f. Over f.unbind(1) it would take a sixtieth of the time at B 16, T 512, H 1024, 3 times the operator's"""
     z, f, o = gates.chunk(3, -1)
     z, f, o, c, h = z.tanh(), f.sigmoid(), o.sigmoid(), 0, []
     for t in range(gates.size(1)):

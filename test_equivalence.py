@@ -6117,6 +6117,7 @@ print(slow, statistics.median(times), min(*shares, share()))
 
 def test_fopool_cpu_is_150_times_faster_than_the_autograd_loop():
     """
+    Than bench.py's loop, which indexes f[:, t], and so takes time quadratic in T: one over f.unbind(1) takes 3 times the operator's.
     By the median of 7, in a process of its own: the loop lives on fresh memory, and is 4 times faster once machine() has told the allocator
     to keep it. Another process, up to three, where other work on the machine may have come between: a median of 147 was seen in a full run
     of these tests. Other work that stays holds up the threads of ours at each of its many small steps, but not the loop's.
