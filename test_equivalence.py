@@ -1627,6 +1627,10 @@ def test_gpt_branches_of_a_gpt_on_a_gpu_give_what_those_of_a_cpu_give(config):
     m, idx = make(double=True, **config), torch.randint(0, 97, (2, 9))
     there = m(idx.as_subclass(Elsewhere))
     assert isinstance(there, Elsewhere) and error(there.as_subclass(torch.Tensor), m(idx)) < 1e-12
+    q, k, v = (randn(2, 32, 3, 4).as_subclass(Elsewhere) for _ in range(3))  # by PyTorch's operator, whose first query sees one key
+    whole, half = (attention(q, k, v, dropout=p).as_subclass(torch.Tensor)[:, :, 0] for p in (0.0, 0.5))
+    gone = (half == 0).all(-1)
+    assert 10 < gone.sum() < 54 and error(half[~gone], 2 * whole[~gone]) < 1e-12
     q, k, v = randn(1, 2, 3, 4), randn(1, 2, 7, 4), randn(1, 2, 7, 4)  # a window behind a memory: PyTorch's causal mask would be another
     with unittest.mock.patch.object(model_py, "blocked_attention", lambda *a: blocked_attention(*(
             t.as_subclass(torch.Tensor) if isinstance(t, Elsewhere) else t for t in a))[:1]):
@@ -2166,6 +2170,8 @@ def test_train_evaluation_by_hand():
         rows = torch.from_numpy(np.stack([tokens[i * 16:i * 16 + 17] for i in windows]))
         assert m.training
         assert found == pytest.approx(F.cross_entropy(m.eval()(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item())
+    whole, five = (train_gpt.evaluate(m, t, 10**9, 2, cpu) for t in (tokens[:96], tokens[:81]))
+    assert whole == five  # the sixth window has no token after its last
 
 
 def test_train_flags_reach_the_model_the_optimiser_and_the_data(train, tmp_path, monkeypatch):
