@@ -1175,7 +1175,8 @@ class SHAQBlock(nn.Module):
     def lstm(self, h, state):
         """nn.LSTM, whose h and c are (1, B, d); ours are (B, d), so that streams are dimension 0 of all state."""
         dtype = self.rnn.weight_hh_l0.dtype
-        if state and h.size(1) == 1 and not self.training and plain(self.rnn, nn.LSTM):  # cuDNN, where it cannot keep 16-bit weights packed, would copy them each time
+        if state and h.size(1) == 1 and not self.training and plain(self.rnn, nn.LSTM):
+            # cuDNN, where it cannot keep 16-bit weights packed, would copy them each time
             with torch.autocast("cuda" if h.is_cuda else "cpu", enabled=False):
                 state = torch.lstm_cell(h[:, 0].to(dtype), [s.to(dtype) for s in state], *self.rnn.all_weights[0])
             return state[0][:, None], state
