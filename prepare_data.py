@@ -180,8 +180,8 @@ class Parser(argparse.ArgumentParser):
                 args[i] = flags[flag.replace("-", "_")] + equals + value
         return super().parse_known_args(args, namespace)
 
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (--help lists all)\n")
+    def error(self, message):  # once a machine: torchrun hands its processes there the same flags
+        self.exit(2, f"{self.prog}: {message} (--help lists all)\n" if os.environ.get("LOCAL_RANK", "0") == "0" else None)
 
 
 def write_atomic(path, write):

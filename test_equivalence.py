@@ -4738,7 +4738,7 @@ def test_data_full_disk_under_a_download_is_not_the_servers_fault(corpus, capsys
         fails(capsys, lambda: pd.run(main), part_of("enwik8.zip", url).name, advice)
 
 
-def test_data_flags_take_both_spellings_and_no_abbreviation(capsys):
+def test_data_flags_take_both_spellings_and_no_abbreviation(capsys, monkeypatch):
     parser = pd.Parser(prog="train_gpt.py")
     parser.add_argument("--attn_out", default="dense", help="output projection")
     parser.add_argument("--compile", type=pd.flag01, default=True, help="torch.compile")
@@ -4755,6 +4755,10 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys):
     parser.add_argument("--set", default="", help="name=value,..")
     parser.add_argument("--prompt", default="\n", help="a line break is no default that a reader could see")
     assert "(default: dense)" in parser.format_help() and "(default: )" not in parser.format_help()
+    monkeypatch.setenv("LOCAL_RANK", "1")  # of torchrun's processes on a machine, all with the same mistake, one speaks
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--compile=maybe"])
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("script, without", [(train_gpt, ["resume"]), (train_shaq, [
