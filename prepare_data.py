@@ -185,9 +185,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def write_atomic(path, write):
-    """write(f) fills a temporary binary file that then replaces path: whole or not at all, even if the power fails."""
+    """write(f) fills a temporary binary file that then replaces path: whole or not at all, even if the power fails. What a killed process
+    leaves of one, the next overwrites; two at once are kept apart by claim() and alone()."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary = f"{path}.tmp"
     try:
         with open(temporary, "wb") as f:
             write(f)
@@ -252,37 +253,19 @@ def claim(file):
 
 @contextlib.contextmanager
 def alone(folder):
-    """While inside, no other process prepares folder: it waits. Half-written files of a killed process are removed, and so is the folder
-    if an error leaves it empty."""
+    """While inside, no other process prepares folder: it waits."""
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        left = []
         with contextlib.suppress(ImportError, OSError):  # Windows, some network file systems
             import fcntl
-            while True:
-                try:
-                    os.makedirs(folder, exist_ok=True)
-                    lock = os.open(folder, os.O_RDONLY)
-                except (FileExistsError, FileNotFoundError):
-                    continue  # another process failed, and removed it just now
-                stack.callback(os.close, lock)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    warn(f"waiting for another process, which prepares {folder}")
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(lock), os.stat(folder)):
-                        break  # else the other one removed the folder: a lock on what is gone keeps nobody out
-            left = [name for name in os.listdir(folder) if re.fullmatch(r".+\.(bin|json)\.\d+\.tmp", name)]
-        for name in left:
-            os.remove(os.path.join(folder, name))
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(OSError):  # it holds something: an earlier preparation, half a download
-                os.rmdir(folder)
-            raise
+            lock = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                warn(f"waiting for another process, which prepares {folder}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class Log:
@@ -305,9 +288,6 @@ class Log:
                     kept.append(f"{name}.old")
             report(f"note: {folder} held an earlier run, which --resume would have continued; until the next one it is kept in "
                    + ", ".join(kept))
-        for name in os.listdir(folder):
-            if re.fullmatch(r"(ckpt\.pt|best\.pt|log\.jsonl\.old)\.\d+\.tmp", name):  # of a run that was killed while it wrote
-                os.remove(os.path.join(folder, name))
         self.file.seek(0)
         lines = self.file.read().splitlines(True) if resume_step is not None else []
         keep = 0  # bytes
