@@ -42,6 +42,7 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from shlex import quote
 
@@ -615,11 +616,9 @@ def read(path, utf8=False):
 
 
 def download(url, path, resume=True):
-    """Fetch url -> the file that holds it, beside path, going on where an earlier attempt stopped if the server can, else afresh. Each url
-    has one of its own: half of one mirror's file and half of another's, or of an older one, could pass unnoticed."""
-    part = f"{path}.{hashlib.sha256(url.encode()).hexdigest()[:8]}.part"
+    """Fetch url -> path.part, the file that holds it, going on where an earlier attempt stopped if the server can, else afresh."""
+    part, what = f"{path}.part", os.path.basename(path)
     furthest = os.path.getsize(part) if resume and os.path.exists(part) else 0
-    what = os.path.basename(path)
     remedy = "give a mirror with --url or a local copy with --from_file"
     with open(part, "ab" if resume else "wb") as f:
         while True:
@@ -658,53 +657,36 @@ def download(url, path, resume=True):
                 problem = getattr(e, "reason", None) or e
             if have <= furthest:  # no further than before: give up; otherwise ask for the rest at once
                 if not have:
-                    f.close()  # Windows removes no file that is open
                     os.remove(part)
                 die(f"cannot download {url} ({problem}); {'type the same command to resume, or ' * bool(have and resume)}{remedy}")
             furthest = have
 
 
-def keep(used, path):
-    "The verified download becomes path; what other mirrors left of it goes"
-    os.replace(used, path)
-    for part in pathlib.Path(os.path.dirname(path)).glob(f"{os.path.basename(path)}.*.part"):
-        part.unlink()
-
-
-def source_of(folder):
-    "What the folder's meta.json says that its data was made of; nothing if it is not there"
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return json.loads(pathlib.Path(folder, "meta.json").read_bytes())["source"]
-    return ""
-
-
-def fetch(name, folder, url):
-    """-> (bytes, their SHA-256) of a data set that is one file, verified; an earlier download is used again."""
+def fetch(name, folder, url, copy=None):
+    """-> (bytes, their SHA-256) of a data set that is one file, verified: of a local copy, or of what url holds. An earlier download is used
+    again, but for a text that is revised where another url is named."""
     source = DATASETS[name]
-    path = used = os.path.join(folder, os.path.basename(source.url))  # the same name whatever a mirror or a copy calls it
-    if url.startswith("file:") or source.revised and url != source_of(folder) or not os.path.exists(path):
+    path = os.path.join(folder, os.path.basename(source.url))  # the same name whatever a mirror calls it
+    used = copy or path
+    if not copy and (not os.path.exists(path) or source.revised and url != source.url):
         used = download(url, path, resume=not source.revised)
     raw = pathlib.Path(used).read_bytes()
-    if zipfile.is_zipfile(used):
-        try:
-            with zipfile.ZipFile(used) as z:
-                raw = z.read(name)
-        except MemoryError:
-            raise
-        except Exception:
-            pass  # damaged or foreign: fails the check below
+    if zipfile.is_zipfile(used):  # a damaged or a foreign one fails the check below
+        with (contextlib.suppress(zipfile.BadZipFile, zlib.error, LookupError, RuntimeError, ValueError, OSError, EOFError),
+              zipfile.ZipFile(used) as z):
+            raw = z.read(name)
     algorithm, expected = source.digest
     found = hashlib.new(algorithm, raw).hexdigest()
     if (len(raw), found) != (source.size, expected):
         problem = f"{len(raw):,} bytes, {algorithm} {found}; expected {source.size:,} bytes, {expected}"
         if not (source.revised and re.search(source.revised, raw)):
-            os.remove(used)
-            die(f"{url} is not {name} ({problem}); " + (
-                "name another file" if url.startswith("file:") else f"removed {used}: download it again or name another file"))
-        warn(f"note: {url} is not the edition that our figures are for ({problem})")
-    if used != path and source.revised:
-        pathlib.Path(folder, "meta.json").unlink(missing_ok=True)  # it names the edition that goes now
-    keep(used, path)
+            if not copy:
+                os.remove(used)
+            die(f"{copy or url} is not {name} ({problem}); " + (
+                "name another file" if copy else f"removed {used}: download it again or name another file"))
+        warn(f"note: {copy or url} is not the edition that our figures are for ({problem})")
+    if not copy:
+        os.replace(used, path)
     return raw, hashlib.sha256(raw).hexdigest()
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -760,32 +742,27 @@ def prepare_fineweb(folder, name, url, shards):
     vocab = VOCAB_SIZE["gpt2"]
     lengths = np.array([len(gpt2().decode_single_token_bytes(i)) for i in range(vocab - 1)] + [0])  # <|endoftext|>: 0
     files = {"train": [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)], "val": ["fineweb_val_000000.bin"]}
-    tokens, size, sha256, kept, before = dict.fromkeys(files, 0), dict.fromkeys(files, 0), {}, False, source_of(folder)
+    tokens, size, sha256 = dict.fromkeys(files, 0), dict.fromkeys(files, 0), {}
     for split, names in files.items():
         for shard in names:
             path = used = os.path.join(folder, shard)
             if url.startswith("file:") or not os.path.exists(path):
                 used = download(f"{url}/{shard}", path)
-            t, failed = None, 0
+            again = f"another folder: --from_file FOLDER, whose {shard} is whole" if url.startswith("file:") else "the same command again"
             try:
-                again = f"another folder: --from_file FOLDER, whose {shard} is whole" if url.startswith("file:") else "the same command again"
                 t = Tokens([used], vocab, again)
                 size[split] += sum(int(lengths[t[i:i + 2**22]].sum()) for i in range(0, len(t), 2**22))
-            except SystemExit as e:
-                failed = e.code
-            if failed:
-                del t  # Windows cannot remove a file that is mapped, be it here or in a traceback's frames: hence not in the except above
+            except SystemExit:
                 os.remove(used)
-                raise SystemExit(failed)
+                raise
             tokens[split] += len(t)
             sha256[shard] = hashlib.sha256(np.memmap(used, np.uint8, "r")).hexdigest()
-            del t  # Windows renames no file that is mapped
-            if used != path and os.path.exists(path):
-                pathlib.Path(folder, "meta.json").unlink(missing_ok=True)  # never beside .bin files that it does not describe
-            keep(used, path)
-            kept |= used == path
+            if used != path:
+                if os.path.exists(path):
+                    pathlib.Path(folder, "meta.json").unlink(missing_ok=True)  # never beside .bin files that it does not describe
+                os.replace(used, path)
     write_meta(folder, name=name, tokenizer="gpt2", vocab_size=vocab, files=files, tokens=tokens, bytes=size,
-               source=" and ".join(dict.fromkeys([*(before.split(" and ") if kept and before else ()), url])), sha256=sha256,
+               source=url, sha256=sha256,
                split=f"{shards} + 1 shards, verified without a checksum (none is known)")
 
 
@@ -836,7 +813,7 @@ def main(argv=None):
         elif dataset == "fineweb10B":
             prepare_fineweb(folder, name, url, args.shards or 1)
         else:
-            raw, sha256 = fetch(dataset, folder, url)
+            raw, sha256 = fetch(dataset, folder, url, args.from_file)
             if dataset == "warandpeace":  # today's edition has DOS line ends, which open(...).read() would turn into \n
                 raw = raw.replace(b"\r\n", b"\n")
             prepare(folder, name, tokenizer, raw, url, sha256, source.percent)
