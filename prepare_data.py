@@ -524,8 +524,6 @@ def load_dataset(name, data_dir="data"):
             if not os.path.isfile(path):
                 prepare(folder, name, "byte", *pysource())
     if not os.path.isfile(path):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(path)  # where another user's folder may not be read, that is the error: preparing it again would fail, too
         close = "" if name in DATASETS else nearest(name.lower(), DATASETS)
         die(f"data set {name!r} is not prepared in {data_dir}{close}; type: {hint}")
     try:
@@ -707,8 +705,6 @@ def write_meta(folder, **meta):
     report(f"{folder}: {meta['source']}; {meta['tokenizer']} tokens; {meta['split']}")
     for split, count in meta["tokens"].items():
         report(f"  {split:5} {count:13,} tokens, {meta['bytes'][split] / 1e6:,.2f} MB of text")
-    if meta["tokens"]["val"] <= 256:
-        report("note: one window of a CPU's default GPT takes 257 validation tokens; take more text, or train with a smaller --block_size")
 
 
 def prepare(folder, name, tokenizer, raw, source, sha256=None, percent=(90,)):
@@ -801,9 +797,6 @@ def main(argv=None):
     tokenizer, folder = args.tokenizer or source.tokenizer, os.path.join(args.data_dir, name)
     if dataset == "fineweb10B" and tokenizer != "gpt2":
         die("fineweb10B is tokenised with gpt2 already")
-    for path in args.input or ():
-        if os.path.realpath(path) in [os.path.realpath(os.path.join(folder, n)) for n in ("train.bin", "val.bin", "meta.json")]:
-            die(f"{path} would be written over: the prepared data goes there; take another --name")
     raw = b"".join(read(path, utf8=tokenizer == "gpt2").removeprefix(codecs.BOM_UTF8) for path in args.input or ())
     with alone(folder):
         if args.input:

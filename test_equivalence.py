@@ -4245,9 +4245,6 @@ def test_data_pysource_is_prepared_on_demand_and_the_same_again(tmp_path, capsys
         patch.setattr(pd, "pysource", lambda: pytest.fail("prepared again, under the other's feet"))
         assert len(pd.load_dataset("pysource", str(tmp_path / "waited")).val) == 3
     fails(capsys, lambda: pd.load_dataset("enwik8", str(tmp_path)), f"python prepare_data.py enwik8 --data_dir={tmp_path}")
-    (tmp_path / "loop").symlink_to("loop")  # a folder that cannot be read: another user's, but root may read those
-    with pytest.raises(OSError):  # for run() to say so
-        pd.load_dataset("loop", str(tmp_path))
     (tmp_path / "mine").mkdir()
     (tmp_path / "fineweb10B").mkdir()
     for name, train, words in (("mine", ["train.bin"], "--name mine --data_dir={} --tokenizer=gpt2\n"),
@@ -4450,23 +4447,13 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     assert not [name for _, _, files in os.walk(tmp_path / "d") for name in files]
 
 
-def test_data_inputs_add_up_without_byte_order_marks_are_not_written_over_and_a_small_text_is_told(tmp_path, capsys, monkeypatch):
+def test_data_inputs_add_up_without_byte_order_marks(tmp_path, capsys, monkeypatch):
     for name in "abc":
         (tmp_path / name).write_text("\ufeff" + name * 100, encoding="utf-8")
-    for name, flags, note in (("x", ["--input", "a", "b", "--input", "c"], True), ("y", ["--input", *9 * "abc"], False)):
-        pd.main([str(tmp_path / f) if len(f) == 1 else f for f in flags] + [f"--name={name}", f"--data_dir={tmp_path}"])
-        assert ("note: one window" in capsys.readouterr().out) == note
-    for n, note in ((2560, True), (2570, False)):  # 256 and 257 tokens
-        pd.prepare(str(tmp_path / "w"), "w", "byte", bytes(n), "")
-        assert ("note: one window" in capsys.readouterr().out) == note
+    pd.main([str(tmp_path / f) if len(f) == 1 else f for f in ("--input", *"ab", "--input", "c", "--name=x", f"--data_dir={tmp_path}")])
     x = pd.load_dataset("x", str(tmp_path))
     assert pd.decode("byte", [*x.train[:], *x.val[:]]) == "a" * 100 + "b" * 100 + "c" * 100
     assert pd.decode("byte", x.train[98:102]) == pd.decode("byte", torch.tensor([97, 97, 98, 98])) == "aabb"  # arrays as lists
-    mine = tmp_path / "x/train.bin"
-    before = mine.read_bytes()
-    fails(capsys, lambda: pd.main(["--input", str(tmp_path / "a"), str(mine), "--name=x", f"--data_dir={tmp_path}"]),
-          "train.bin would be written over", "another --name")
-    assert mine.read_bytes() == before
     monkeypatch.chdir(tmp_path)
     pd.main(["--input", "a", "--name=z"])
     assert capsys.readouterr().out.endswith("train_gpt.py --dataset=z\n") and os.path.exists("data/z/meta.json")
