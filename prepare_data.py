@@ -318,6 +318,21 @@ class Log:
             self.path = None  # said once
 
 
+def start_log(m, s, c, model, data, step, evaluated):
+    """What main() logs with, a no-op but on rank 0, and the versions of what runs, for checkpoints. step: of the checkpoint that the run
+    resumes from, else None. Dies where the processes are not of one run: replicas would drift apart, and nothing would show it."""
+    for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=data.source, checkpoints=step).items():
+        if not m.same(mine):
+            die(f"the processes differ in their {what}: type the same command, with --compile, whose default hangs on what is installed, "
+                "on each machine, with --data_dir and --out_dir that all share")
+    found = {name: sys.modules.get(name) for name in ("torch", "numpy", "triton")}
+    versions = dict(python=sys.version.split()[0], git=git_commit()) | {name: v and str(v.__version__) for name, v in found.items()}
+    if m.rank > 0:
+        return lambda **record: None, versions
+    first = dict(settings=s, config=c, params=sum(p.numel() for p in model.parameters()), machine=m.note, versions=versions)
+    return Log(os.path.join(s["out_dir"], "log.jsonl"), first, step, evaluated), versions
+
+
 class StopSignal:
     """Ctrl-C, SIGTERM or a closed terminal (not where nohup has it ignored) sets .number, for the loop to save at its next step boundary;
     a second one ends it at once, but for the first second: a batch system signals every process, and torchrun passes its own on to each."""
@@ -506,6 +521,17 @@ class Dataset:
     test: Tokens  # or None
     meta: dict
 
+    @property
+    def source(self):
+        "What a checkpoint says of it; one SHA-256, however many files the text came in"
+        known = self.meta.get("sha256")
+        known = known if isinstance(known, str) else hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+        return dict(name=self.name, tokenizer=self.tokenizer, sha256=known, tokens=len(self.train))
+
+    @property
+    def unit(self):
+        return "byte" if self.tokenizer == "byte" else "token"
+
     def encode(self, text):
         return encode(self.tokenizer, text)
 
@@ -544,10 +570,12 @@ def load_dataset(name, data_dir="data"):
         die(f"{path} does not describe the .bin files beside it; type: {hint}")
 
 
-def digest(meta):
-    "One SHA-256 for the text that a data set was made of, however many files it came in"
-    known = meta.get("sha256")
-    return known if isinstance(known, str) else hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+def shared_dataset(s, m):
+    "load_dataset() in every process; the first one makes pysource where it is not there yet, and the others wait"
+    if m.rank == 0:
+        load_dataset(s["dataset"], s["data_dir"])
+    m.all(True)
+    return load_dataset(s["dataset"], s["data_dir"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2365,7 +2365,7 @@ def test_train_processes_that_differ_end_before_an_earlier_run_is_touched(train,
             with monkeypatch.context() as patch:
                 patch.setattr(model_py.Machine, "same", lambda m, what: asked.append(what) or len(asked) <= differ)
                 one_line(run("--max_steps=1"), f"the processes differ in their {word}", "that all share")
-        assert asked[0][0]["data_dir"] == asked[0][0]["out_dir"] == "" and asked[1]["name"] == "mine" and asked[2] == 0
+        assert asked[0][0]["data_dir"] == asked[0][0]["out_dir"] == "" and asked[1]["name"] == "mine" and asked[2] is None
         assert before == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
         shutil.rmtree(tmp_path / "out")
 
@@ -3501,7 +3501,7 @@ def test_train_shaq_evaluation_by_hand(monkeypatch):
 def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_shaq_here, tmp_path, monkeypatch):
     monkeypatch.setattr(train_shaq, "LAPTOP", train_shaq.PAPER)  # as on a GPU: 32 epochs
     monkeypatch.setattr(sys.modules[__name__], "TINY_SHAQ", [f for f in TINY_SHAQ if "eval_interval" not in f])
-    monkeypatch.setattr(train_shaq, "Log", lambda path, first, *rest: asked.append(first["settings"]) or sys.exit())
+    monkeypatch.setattr(pd, "Log", lambda path, first, *rest: asked.append(first["settings"]) or sys.exit())
     length, step, windows = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2, itertools.count(), 0
     epoch = length / train_shaq.average_length(3, 20) + 0.5
     for _ in range(32):
@@ -4723,7 +4723,8 @@ def test_data_small_promises(toy, monkeypatch, capsys):
     assert [pd.duration(s) for s in (3725, 125, 0.4)] == ["1h02m", "2m05s", "0m00s"]
     assert pd.DATASETS["enwik8"].percent == (90, 95) and pd.DATASETS["enwik8"].size == 10**8
     assert {name for name, source in pd.DATASETS.items() if source.tokenizer == "gpt2"} == {"warandpeace", "fineweb10B"}
-    assert len({pd.digest(dict(sha256=v)) for v in ("a", dict(x="1"), dict(x="2"), dict(y="1"))}) == 4
+    assert len({pd.Dataset("x", "byte", 256, 1.0, (), (), None, dict(sha256=v)).source["sha256"]
+                for v in ("a", dict(x="1"), dict(x="2"), dict(y="1"))}) == 4
     assert 50256 not in pd.encode("gpt2", "a<|endoftext|>")  # text is text: no special tokens come from it
     handled = []
     monkeypatch.setattr(signal, "signal", lambda s, f: handled.append(s))

@@ -15,7 +15,6 @@ FLOP/s utilisation) is the FLOP/s of the model's matrix products, by flops_per_t
 """
 import argparse
 import os
-import platform
 import time
 from dataclasses import asdict, fields
 from shlex import quote
@@ -26,8 +25,8 @@ import torch
 from kernels import hadamard_path, triton
 from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine, param_groups,
                    peak_flops)
-from prepare_data import (Log, Parser, StopSignal, die, digest, diverged, duration, flag01, git_commit, load_dataset, number, one_line,
-                          report, run, shorten, unchanged, write_or_warn)
+from prepare_data import (Parser, StopSignal, die, diverged, duration, flag01, number, one_line, report, run, shared_dataset, shorten,
+                          start_log, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; whatever is typed counts. [1] and [2] are the papers listed in model.py.
@@ -226,14 +225,9 @@ def main():
     s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
-    if m.rank == 0:
-        load_dataset(s["dataset"], s["data_dir"])  # makes pysource where it is not there yet; the others wait
-    m.all(True)
-    data = load_dataset(s["dataset"], s["data_dir"])
-    unit = "byte" if data.tokenizer == "byte" else "token"
-    source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta), tokens=len(data.train))
-    if ckpt and source | ckpt["data"] != source:
-        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**source | d) for d in (ckpt["data"], source))
+    data = shared_dataset(s, m)
+    if ckpt and ckpt["data"] != data.source:
+        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], data.source))
         die(f"{path} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew without --resume")
 
     # the batch in tokens -> micro-batches; before the model, which may take minutes
@@ -279,18 +273,8 @@ def main():
 
     flops = model.flops_per_token()
     peak, peak_from = peak_flops(m)
-    versions = dict(python=platform.python_version(), torch=str(torch.__version__), numpy=np.__version__,
-                    triton=getattr(triton, "__version__", None), git=git_commit())
-    for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=source, checkpoints=first).items():
-        if not m.same(mine):  # replicas would drift apart, and nothing would show it
-            die(f"the processes differ in their {what}: type the same command, with --compile, whose default hangs on what is installed, "
-                "on each machine, with --data_dir and --out_dir that all share")
-    if m.rank == 0:
-        log = Log(os.path.join(s["out_dir"], "log.jsonl"),
-                  dict(settings=s, config=c, params=model.num_params(), machine=m.note, versions=versions), ckpt and first,
-                  evaluated is not None)
-    # Here the others wait for rank 0, which ends in Log() if another run has that log. StopSignal comes later, as it would keep the others
-    # from ending when torchrun tells them to
+    log, versions = start_log(m, s, c, model, data, first if ckpt else None, evaluated is not None)
+    # The others wait here for rank 0, which may have ended above. StopSignal comes later, or they would not end when torchrun tells them to
     m.parallel(model)
     update = stepper(model, optimizer, s, m, accumulate)
     say(m.note)
@@ -309,7 +293,7 @@ def main():
     def save(step):
         "On every rank: none goes on, or leaves, before the file is there"
         state = dict(kind="GPT", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
-                     evaluated=evaluated == step, settings=s, data=source, versions=versions)
+                     evaluated=evaluated == step, settings=s, data=data.source, versions=versions)
         return m.all(m.rank > 0 or write_or_warn(path, lambda f: torch.save(state, f)))
 
     # loop
@@ -326,15 +310,14 @@ def main():
             if not val < 700:  # too much for exp, or nan
                 diverged(m, path, f"step {step}: validation loss {val}")
             bits = val / np.log(2) / data.bytes_per_token
-            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {unit}, perplexity {np.exp(val):.2f}, "
+            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {data.unit}, perplexity {np.exp(val):.2f}, "
                 f"{bits:.4f} bits per byte")
             evaluated, more = step, {}
             if s["eval_windows"] == "first":  # [2]'s table has both splits; of training the book draws other windows each time
                 drawn = np.random.default_rng((s["seed"], step))
                 more["train_loss"] = evaluate(model, data.train, s["eval_tokens"], micro, m, drawn)
-                say(f"step {step}/{s['max_steps']}  training split: {more['train_loss']:.4f} nats per {unit}")
-            if m.rank == 0:
-                log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits, **more)
+                say(f"step {step}/{s['max_steps']}  training split: {more['train_loss']:.4f} nats per {data.unit}")
+            log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits, **more)
             if last or step and m.all(time.perf_counter() >= due):
                 began = time.perf_counter()
                 saved = save(step)
@@ -363,8 +346,7 @@ def main():
         left = (pace or dt) * (s["max_steps"] - step - 1)
         say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  "
             f"MFU {mfu:.1%}  {duration(left)} left")
-        if m.rank == 0:
-            log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, seconds_left=left)
+        log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, seconds_left=left)
         if stopping:
             if save(step + 1):
                 say(f"stopped; saved step {step + 1} in {path}; go on with --resume"

@@ -16,7 +16,6 @@ times as long ago as it took; the last always does. best.pt follows every best l
 import argparse
 import math
 import os
-import platform
 import time
 from dataclasses import asdict, fields
 from shlex import quote
@@ -27,8 +26,8 @@ import torch
 from kernels import triton
 from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint, lr_at,
                    machine, peak_flops)
-from prepare_data import (Log, Parser, StopSignal, die, digest, diverged, duration, flag01, git_commit, load_dataset, number, one_line,
-                          report, run, shorten, unchanged, write_or_warn)
+from prepare_data import (Parser, StopSignal, die, diverged, duration, flag01, number, one_line, report, run, shared_dataset, shorten,
+                          start_log, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. On CUDA the published ones; elsewhere a model that learns something in three minutes on a CPU.
@@ -234,14 +233,9 @@ def main():
     s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
-    if m.rank == 0:
-        load_dataset(s["dataset"], s["data_dir"])  # makes pysource where it is not there yet; the others wait
-    m.all(True)
-    data = load_dataset(s["dataset"], s["data_dir"])
-    unit = "byte" if data.tokenizer == "byte" else "token"
-    source = dict(name=data.name, tokenizer=data.tokenizer, sha256=digest(data.meta), tokens=len(data.train))
-    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or resume and source | ckpt["data"] != source):
-        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**source | d) for d in (ckpt["data"], source))
+    data = shared_dataset(s, m)
+    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or resume and ckpt["data"] != data.source):
+        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], data.source))
         die(f"{path if resume else stage2} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew")
     if s["batch"] % m.world:
         die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take "
@@ -286,18 +280,8 @@ def main():
 
     parts, flops = model.param_breakdown(), model.flops_per_token(s["bptt"])
     peak, peak_from = peak_flops(m)
-    versions = dict(python=platform.python_version(), torch=str(torch.__version__), numpy=np.__version__,
-                    triton=getattr(triton, "__version__", None), git=git_commit())
-    for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=source, checkpoints=first).items():
-        if not m.same(mine):  # replicas would drift apart, and nothing would show it
-            die(f"the processes differ in their {what}: type the same command, with --compile, whose default hangs on what is installed, "
-                "on each machine, with --data_dir and --out_dir that all share")
-    if m.rank == 0:
-        log = Log(os.path.join(s["out_dir"], "log.jsonl"),
-                  dict(settings=s, config=c, params=sum(parts.values()), machine=m.note, versions=versions),
-                  first if resume else None, evaluated is not None)
-    # Here the others wait for rank 0, which ends in Log() if another run has that log. StopSignal comes later, as it would keep the others
-    # from ending when torchrun tells them to
+    log, versions = start_log(m, s, c, model, data, first if resume else None, evaluated is not None)
+    # The others wait here for rank 0, which may have ended above. StopSignal comes later, or they would not end when torchrun tells them to
     m.parallel(model)
     update = stepper(model, optimizer, s, m)
     say(m.note)
@@ -312,7 +296,7 @@ def main():
         "On every rank: each holds the state of its own streams, and none goes on, or leaves, before the file is there"
         whole = gather(state, m)
         content = dict(kind="SHAQ", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, at=at, epoch=epoch,
-                       best=best, minutes=minutes, evaluated=evaluated == step, state=whole, settings=s, data=source, versions=versions)
+                       best=best, minutes=minutes, evaluated=evaluated == step, state=whole, settings=s, data=data.source, versions=versions)
         return m.all(m.rank > 0 or write_or_warn(where, lambda f: torch.save(content, f)))
 
     # loop
@@ -329,10 +313,9 @@ def main():
             if not val < 700:  # too much for exp, or nan
                 diverged(m, path, f"step {step}: validation loss {val}")
             bpc = val / math.log(2) / data.bytes_per_token
-            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {unit}, perplexity {math.exp(val):.2f}, "
+            say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {data.unit}, perplexity {math.exp(val):.2f}, "
                 f"{bpc:.4f} bits per byte (bpc)")
-            if m.rank == 0:
-                log(step=step, val_loss=val, perplexity=math.exp(val), bits_per_byte=bpc, minutes=minutes)
+            log(step=step, val_loss=val, perplexity=math.exp(val), bits_per_byte=bpc, minutes=minutes)
             evaluated = step
             if val < best:
                 best = val
@@ -365,9 +348,8 @@ def main():
         left = (pace or dt) * (s["max_steps"] - step - 1)
         say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / data.bytes_per_token:.3f}  lr {lr:.2e}  "
             f"norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(left)} left")
-        if m.rank == 0:
-            log(step=step, epoch=epoch, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu,
-                seconds_left=left, minutes=minutes)
+        log(step=step, epoch=epoch, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu,
+            seconds_left=left, minutes=minutes)
         minutes += dt / 60
         at += T
         if at >= length:  # the next epoch starts with nothing remembered
@@ -395,9 +377,8 @@ def main():
         test = evaluate(model, data.test, s["eval_tokens"], s["bptt"], m, streams=8)
         bpc = test / math.log(2) * len(data.test) / data.meta["bytes"]["test"]
         say(f"test, {'best checkpoint' if best_there else 'last step'}: {bpc:.4f} bits per byte"
-            + f", of its first {s['eval_tokens']:,} {unit}s alone" * (s["eval_tokens"] < len(data.test) - 1))
-        if m.rank == 0:
-            log(step=step, test_loss=test, test_bits_per_byte=bpc)
+            + f", of its first {s['eval_tokens']:,} {data.unit}s alone" * (s["eval_tokens"] < len(data.test) - 1))
+        log(step=step, test_loss=test, test_bits_per_byte=bpc)
     else:
         say(f"{data.name} has no test split: the best validation loss is the last word")
     m.leave()
