@@ -992,8 +992,6 @@ class QRNN(nn.Module):
     def forward(self, x, state=None):
         """x (B, T, d) -> h (B, T, d), state; state = the last window - 1 inputs (B, window - 1, d), c (B, d) fp32 or wider."""
         past, c = state if state is not None else (x.new_zeros(x.size(0), self.window - 1, x.size(2)), None)
-        if past.size(1) != self.window - 1:
-            raise ValueError(f"this state holds {past.size(1)} inputs, expected qrnn_window - 1 = {self.window - 1}: another model's?")
         T, x = x.size(1), x.to(product_dtype(x))                        # the product would cast it anyway, after it is copied twice
         x = torch.cat([past.to(x.dtype), x], dim=1)                     # (B, window - 1 + T, d)
         end = last(x, self.window - 1).clone()                          # a view would hold on to all of x
@@ -1095,8 +1093,6 @@ class MemoryAttention(nn.Module):
         the windows before (the paper's indices move by one position each; the windows of SHA-RNN's training do not overlap)."""
         p = self.config.mean_window
         C, W, H = (s.to(m.dtype) for s in memory) if memory is not None else (m[:, :0],) * 3
-        if H.size(1) >= p:
-            raise ValueError(f"this state's window holds {H.size(1)} positions, expected fewer than mean_window={p}: another model's?")
         out = []
         while m.size(1):
             n = min(p - H.size(1), m.size(1))
@@ -1245,15 +1241,9 @@ class SHAQ(nn.Module):
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
         if targets is not None and targets.shape != idx.shape:
             raise ValueError(f"targets have shape {tuple(targets.shape)}: expected that of idx, {tuple(idx.shape)}")
-        if state is None:
-            state = [None] * len(self.blocks)
-        B = [tensors(s)[0].size(0) for s in state if s]
-        if len(state) != len(self.blocks) or any(b != idx.size(0) for b in B):
-            raise ValueError(f"this state has {len(state)} blocks and {max(B, default=0)} streams: expected "
-                             f"{len(self.blocks)} and {idx.size(0)}; pass state=None to start afresh")
         h = self.drop(self.wte(idx))                                    # (B, T, d)
         new_state = []
-        for block, s in zip(self.blocks, state):
+        for block, s in zip(self.blocks, [None] * len(self.blocks) if state is None else state, strict=True):
             h, s = (block if self.training else block._call_impl)(h, s)     # _call_impl goes past compile()'s code, which is for training
             new_state.append(s)
         logits = F.linear(self.drop(h), self.wte.weight, self.decoder_bias)     # (B, T, V)
@@ -1481,10 +1471,8 @@ def processor():
 
 def machine(device="auto", dtype="auto"):
     "Choose device (auto | cpu | cuda | mps) and dtype (auto | float32 | bfloat16), join torchrun's processes. ValueError: no such device."
-    rank, world, local = (int(os.environ.get(name) or alone) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    if not 0 <= rank < world or world > 1 and not os.environ.get("RANK"):  # left over from a cluster's script
-        raise ValueError(f"the environment says RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')}: "
-                         "start with torchrun, which sets both, or unset both for one process")
+    torchrun = os.environ.get("RANK") and os.environ.get("WORLD_SIZE")  # it sets both: one alone is left over from a cluster's script
+    rank, world, local = (int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")) if torchrun else (0, 1, 0)
     keep_freed_memory()
     there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     note = f"{device}, as asked" if device != "auto" else "Apple's GPU" if there["mps"] else "no GPU found"
