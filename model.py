@@ -25,11 +25,12 @@ import os
 import platform
 import re
 import sys
+import textwrap
 import time
 import zipfile
 import zlib
 from collections import namedtuple
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 
@@ -1687,7 +1688,6 @@ def load_checkpoint(path, kind=None):
         more = ("settings", "optimizer", "step", "evaluated") if kind == ckpt["kind"] else ()  # sampling does without
         if not {"config", "model", "data", *more} <= set(ckpt):
             raise KeyError
-        held = {name: t.shape for name, t in ckpt["model"].items()}
         with zipfile.ZipFile(path) as z:  # torch.load leaves the checksums unread
             if z.testzip():
                 raise ValueError
@@ -1702,17 +1702,12 @@ def load_checkpoint(path, kind=None):
     if kind not in (None, ckpt["kind"]):
         raise ValueError(f"{path} is a checkpoint of {'train_shaq.py' if kind == 'GPT' else 'train_gpt.py'}: "
                          "go on with it there, or name another")
-    what, unlike = "settings that this model.py does not know", set(ckpt["config"]) - {f.name for f in fields(Config)}
-    if not unlike:
-        try:
-            with torch.device("meta"):  # names and shapes alone
-                made = {name: t.shape for name, t in Model(Config(**ckpt["config"])).state_dict().items()}
-            what, unlike = "other parameters than this model.py makes", {name for name, _ in held.items() ^ made.items()}
-        except ValueError as e:
-            what, unlike = "settings that this model.py refuses", {str(e)}
-    if unlike:
-        raise ValueError(f"{path} has {what} ({', '.join(sorted(unlike)[:4])}{', ..' * (len(unlike) > 4)}): another version wrote it "
-                         f"(commit: {ckpt.get('versions', {}).get('git') or 'not recorded'}); take that one, or train anew")
+    try:
+        with torch.device("meta"):
+            Model(Config(**ckpt["config"])).load_state_dict(dict(ckpt["model"]), assign=True)  # dict: assign would stay in its metadata
+    except (TypeError, ValueError, RuntimeError) as e:  # an unknown setting, one that is refused, other parameters
+        raise ValueError(f"{path} was written by another version (commit: {ckpt.get('versions', {}).get('git') or 'not recorded'}): take that "
+                         f"one, or train anew ({textwrap.shorten(str(e), 300)})") from None
     return ckpt
 
 
