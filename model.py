@@ -1719,8 +1719,19 @@ def model_of(ckpt):
     return model
 
 
+def sample_text(model, tokenizer, prompt, n, temperature=0.8, top_k=50, seed=0):
+    "prompt and n tokens more, as text"
+    from prepare_data import VOCAB_SIZE, decode, encode
+
+    idx = torch.tensor([encode(tokenizer, prompt)], device=next(model.parameters()).device)
+    with torch.inference_mode():
+        out = model.generate(idx, n, temperature, top_k, generator=torch.Generator().manual_seed(seed))
+    out = out[0] if isinstance(out, tuple) else out  # SHAQ also returns its state
+    return decode(tokenizer, [i for i in out[0].tolist() if i < VOCAB_SIZE[tokenizer]])  # a GPT's vocabulary is padded
+
+
 def main():
-    from prepare_data import VOCAB_SIZE, Parser, decode, die, encode, number, one_line
+    from prepare_data import Parser, die, number, one_line
 
     parser = Parser(prog="model.py", description="Sample from a checkpoint of train_gpt.py or train_shaq.py.")
     parser.add_argument("--ckpt", default="out/gpt/ckpt.pt", help="checkpoint file")
@@ -1731,19 +1742,15 @@ def main():
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
     args = parser.parse_args()
+    if not args.prompt:
+        die("--prompt is empty: give at least one character to continue")
     with one_line():
         m = machine(args.device, "float32")
         ckpt = load_checkpoint(args.ckpt)
         model = model_of(ckpt).to(m.device)
-    ids = encode(ckpt["data"]["tokenizer"], os.fsencode(args.prompt).decode(errors="replace"))  # what was typed may be no UTF-8
-    if not ids:
-        die("--prompt is empty: give at least one character to continue")
     model = model.collapse() if ckpt["kind"] == "SHAQ" else model  # its value gates are constants by now
-    with torch.inference_mode():
-        out = model.generate(torch.tensor([ids], device=m.device), args.tokens, args.temperature, args.top_k,
-                             generator=torch.Generator().manual_seed(args.seed))
-    out = (out[0] if isinstance(out, tuple) else out)[0].tolist()  # SHAQ also returns its state
-    print(decode(ckpt["data"]["tokenizer"], [i for i in out if i < VOCAB_SIZE[ckpt["data"]["tokenizer"]]]))
+    prompt = os.fsencode(args.prompt).decode(errors="replace")  # what was typed may be no UTF-8
+    print(sample_text(model, ckpt["data"]["tokenizer"], prompt, args.tokens, args.temperature, args.top_k, args.seed))
 
 
 if __name__ == "__main__":

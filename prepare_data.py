@@ -532,12 +532,6 @@ class Dataset:
     def unit(self):
         return "byte" if self.tokenizer == "byte" else "token"
 
-    def encode(self, text):
-        return encode(self.tokenizer, text)
-
-    def decode(self, ids):
-        return decode(self.tokenizer, ids)
-
 
 def load_dataset(name, data_dir="data"):
     """Open DATA_DIR/NAME -> Dataset. If it is not there, pysource is prepared; for any other, die with the command to type."""

@@ -24,7 +24,7 @@ import torch
 
 from kernels import hadamard_path, triton
 from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine, param_groups,
-                   peak_flops)
+                   peak_flops, sample_text)
 from prepare_data import (Parser, StopSignal, die, diverged, duration, flag01, number, one_line, report, run, shared_dataset, shorten,
                           start_log, unchanged, write_or_warn)
 
@@ -362,10 +362,7 @@ def main():
     m.leave()
     if m.rank == 0:
         try:
-            ids = torch.tensor([data.encode("\n")], device=m.device)
-            with torch.inference_mode():
-                out = model.generate(ids, min(400, 4 * T), 0.8, 50, torch.Generator().manual_seed(s["seed"]))[0].tolist()
-            say("sample:" + data.decode([i for i in out if i < data.vocab_size]))
+            say("sample:" + sample_text(model, data.tokenizer, "\n", min(400, 4 * T), seed=s["seed"]))
         except SystemExit:  # the tokenizer, not there, has said why
             pass
         if saved:

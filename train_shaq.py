@@ -25,7 +25,7 @@ import torch
 
 from kernels import triton
 from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint, lr_at,
-                   machine, peak_flops)
+                   machine, peak_flops, sample_text)
 from prepare_data import (Parser, StopSignal, die, diverged, duration, flag01, number, one_line, report, run, shared_dataset, shorten,
                           start_log, unchanged, write_or_warn)
 
@@ -139,19 +139,14 @@ def read(tokens, streams, length, at, T, device):
     return inputs_and_targets(np.stack([tokens[i * length + at:i * length + at + T + 1] for i in streams]), device)
 
 
-def eval_streams(tokens, eval_tokens, streams):
-    "-> how many streams, at most these, evaluate() reads a split in, and their length"
-    total = min(len(tokens) - 1, eval_tokens)
-    streams = min(streams, max(1, len(tokens) // 64))
-    if total < streams:
-        die(f"{total:,} tokens are too few to evaluate {streams} streams on: raise --eval_tokens, or prepare more text")
-    return streams, total // streams
-
-
 def evaluate(model, tokens, eval_tokens, bptt, m, streams=16):
     """Loss in nats per token over the split's first eval_tokens, read in order with state and memory carried: the published evaluation.
     (The published code then divides by one token a stream more than it predicts, which on enwik8's validation split makes 3e-6 less.)"""
-    streams, length = eval_streams(tokens, eval_tokens, streams)
+    total = min(len(tokens) - 1, eval_tokens)
+    streams = min(streams, max(1, len(tokens) // 64))  # streams shorter than 64 tokens say little
+    if total < streams:
+        die(f"{total:,} tokens are too few to evaluate {streams} streams on: raise --eval_tokens, or prepare more text")
+    length = total // streams
     mine = range(m.rank, streams, m.world)  # none, where there are more processes than streams
     state, nats = None, torch.zeros((), dtype=torch.float32 if m.device.type == "mps" else torch.float64, device=m.device)  # mps has no fp64
     with evaluating(model), m.autocast():
@@ -245,9 +240,6 @@ def main():
     if length < s["bptt"]:
         die(f"--bptt={s['bptt']}: expected at most the {length:,} tokens of a stream ({len(data.train):,} in {s['batch']} streams): "
             "lower --bptt or --batch")
-    for split, most in ((data.val, 16), (data.test, 8)):
-        if split is not None:
-            eval_streams(split, s["eval_tokens"], most)  # too few end it here, not once an earlier run's files have made way
 
     # model, optimiser
     model, optimizer = build(s, c, data, m)
@@ -384,10 +376,7 @@ def main():
     m.leave()
     if m.rank == 0:
         try:
-            ids = torch.tensor([data.encode("\n")], device=m.device)
-            with torch.inference_mode():
-                out = model.generate(ids, 400, 0.8, 50, generator=torch.Generator().manual_seed(s["seed"]))[0][0].tolist()
-            say("sample:" + data.decode([i for i in out if i < data.vocab_size]))
+            say("sample:" + sample_text(model, data.tokenizer, "\n", 400, seed=s["seed"]))
         except SystemExit:  # the tokenizer, not there, has said why
             pass
         show = best_path if best_there else path
