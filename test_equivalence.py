@@ -2406,7 +2406,7 @@ BAD_FLAGS = [
     (2, ["--attn_out=hadamar"], ["hadamar", "head_hadamard"]), (2, ["--max_steps=many"], ["many"]),
     (1, ["--n_embd=100"], ["100", "96 and 104"]), (1, ["--n_embd=33"], ["n_embd=33", "n_head=2"]),
     (1, ["--attn_out=head_hadamard", "--n_head=6", "--n_embd=96"], ["n_head", "6", "4 and 8"]),
-    (1, ["--attn=dva"], ["attn=dva", "attn_out"]), (1, ["--batch_tokens=300"], ["--batch_tokens=300", "take 256\n"]),
+    (1, ["--attn=dva"], ["attn=dva", "attn_out"]), (1, ["--batch_tokens=300"], ["--batch_tokens=300", "take 256, or"]),
     (2, ["--batch-size=8"], ["unknown flag --batch-size; did you mean --batch_tokens?"]),  # what others call it
     (1, ["--batch_tokens=288", "--micro_batch=2"], ["--batch_tokens=288", "take 256"]),
     (1, [f"--n_embd={2**24}", "--batch_tokens=300"], ["--batch_tokens=300", "take 256"]),  # said before a large model is made
@@ -2469,7 +2469,7 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 3, ""))
         patch.setattr(model_py.Machine, "all", lambda self, done: done)
-        one_line(train("--resume"), "3 processes", "take another number of processes")  # 8 sequences: no --micro_batch will do
+        one_line(train("--resume"), "3 processes", "number of processes")  # 8 sequences: no --micro_batch will do
     flip = bytearray(good)
     flip[len(good) // 2] ^= 1
     files = [good[:-9], good[:1000], bytes(flip), b"", b"hello" * 99]

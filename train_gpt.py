@@ -239,10 +239,9 @@ def main():
     if extra or B % (micro * m.world):
         micro = micro if "micro_batch" in typed else 1
         least = T * micro * m.world
-        other = [] if ckpt else [f"{max(1, round(s['batch_tokens'] / least)) * least}"]  # a resumed run keeps its batch
-        other += [] if extra else [f"another {'--micro_batch or ' * (B % m.world == 0)}number of processes"]
+        near = f"{max(1, round(s['batch_tokens'] / least)) * least}, or " * (ckpt is None)  # a resumed run keeps its batch
         die(f"--batch_tokens={s['batch_tokens']} is no multiple of block_size {T} x micro_batch {micro} x {m.world} processes = {least}: "
-            f"take {', or '.join(other)}")
+            f"take {near}another --micro_batch or number of processes")
     accumulate = B // (micro * m.world)
     if len(data.val) <= T:
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: lower --block_size")
