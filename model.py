@@ -190,11 +190,10 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
     N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). keys, values (N, S, as k and v), if
     given, are used in the place of k and v, which are only their last rows, those that get a gradient; without q_r. seed: the dropout's, ()
-    int64 on the CPU; the caller draws it, as a forward pass that is run again (checkpointing) must find the same; None: without dropout, or
-    by the GPU's generator. keep, attention()'s choice: each block's P stays for the backward pass, as the second output; else that pass
-    computes it again, and memory is linear in T. Once differentiable. On a CPU in bf16, without keep, 1.4 times as fast as PyTorch's fused
-    operator, forward and backward (48 heads of 64, T = S = 256), in fp32 level with it. In 16 bits scores are rounded, where that operator
-    keeps fp32: results are 2 times as far off at scores of standard deviation 1, 7 times at 9."""
+    int64 on the CPU, drawn by the caller, as a forward pass that is run again must find the same; None: no dropout, or the GPU's generator.
+    keep: each block's P stays for the backward pass, as the second output; else that pass computes it again, and memory is linear in T.
+    In 16 bits scores are rounded, where PyTorch's fused operator keeps fp32: results are 2 times as far off at scores of standard deviation
+    1, 7 times at 9."""
     k, v = (k, v) if keys is None else (keys, values)
     out, Ps = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), []
     for i, e in query_blocks(q, k):
@@ -301,13 +300,9 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     # One of three ways:
     # 1. Blocks of query rows: on a CPU for training, over a memory (T < S), and where no flash kernel serves (heads above 256, the outer
     #    form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16, T 1024, one head of 768 with values of 1,536, they
-    #    take 0.96 ms, q k^T whole as long, PyTorch's operator 8.7. A kernel of our own would not help: output rows so wide [2] do not fit in
-    #    registers, so it would compute q k^T anew for every few hundred columns, which costs more than to write and read it (calculated;
-    #    FlashAttention's author advises the same: Dao-AILab/flash-attention, issues 801, 805).
+    #    take 0.96 ms, q k^T whole as long, PyTorch's operator 8.7.
     # 2. PyTorch's fused operator, for heads up to 256; on a CPU of any width, but only without gradients: forward it takes 0.8 to 1.0 of the
     #    time of blocks in fp32, 0.3 to 0.6 in bf16; with the backward pass in bf16 1.5 to 1.7 times theirs at T = 256, 0.9 at 1024.
-    #    On a GPU values wider than keys, as dva's with several heads, take its memory-efficient kernel, as flash wants equal widths: not timed.
-    #    cuDNN's, which it may choose, rounds dropout to sixteenths up to torch 2.11: train_gpt.py turns it off where that matters.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, a block with dropout 13 and 18.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
     if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
@@ -319,9 +314,8 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         (k_new, v_new), memory = ((k, v), (None, None)) if new is None else (new, (k.detach(), v.detach()))
         # autocast's dtype, as PyTorch's operator does
         flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k_new, q_r, v_new, k_r, *memory)]
-        # P stays where it holds at most twice what stays anyway, q, k, v and the output: memory is linear in T, and on a CPU both passes
-        # are 1.1 to 1.3 times as fast. Not compiled: how many blocks there are would fix T in the code. In a CUDA graph it has to stay, as
-        # its dropout is drawn anew at each replay, which only the GPU's own generator does; so, too, in the same steps without a graph
+        # P stays where it holds at most twice what q, k, v and the output do: on a CPU both passes are 1.1 to 1.3 times as fast. Not compiled:
+        # how many blocks there are would fix T in the code. In a CUDA graph it must, as only the GPU's generator draws anew at each replay
         keep = not torch.compiler.is_compiling() and (
             S <= 4 * (q.size(-1) + v.size(-1)) or q.is_cuda and (T < S or torch.cuda.is_current_stream_capturing()))
         # with and without gradients alike: reentrant checkpointing runs forward once in each way
@@ -496,9 +490,8 @@ class HeadLoss(torch.autograd.Function):
     """Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> scalar, fp32 or wider. Targets of -100
     do not count, as in F.cross_entropy. grads: whether backward may follow, which forward cannot see by itself.
 
-    By slices of rows, whose gradients are made while their logits are there: of all N x V logits no more than HEAD_LOGITS (on a GPU four
-    times as many) exist at a time, where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary:
-    40 GB). Compiled, one kernel reads a slice's logits and writes their gradients, both in 16 bits."""
+    By slices of rows, whose gradients are made while their logits are there: of all N x V logits no more than HEAD_LOGITS exist at a time,
+    where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary: 40 GB)."""
     @staticmethod
     def forward(ctx, x, weight, targets, grads):
         dtype = product_dtype(x)
@@ -724,8 +717,8 @@ class GPT(nn.Module):
                 raise RuntimeError(f"nothing initialises {name}")
 
     def hidden(self, idx, cache=None, pos=0):
-        """idx (B, T) of tokens at positions pos.. -> final normalised states (B, T, d). pos: a number, or for one token and with a cache
-        an int64 tensor (1,), which makes every step of generation the same work on tensors of the same shapes."""
+        """idx (B, T) of tokens at positions pos.. -> final normalised states (B, T, d). pos: a number, or for one token with a cache an int64
+        tensor (1,), so that every step of generation is the same work."""
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
         T, at, mask, places = idx.size(1), pos, None, pos
@@ -768,9 +761,7 @@ class GPT(nn.Module):
         """Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token.
         The window: past block_size tokens it is cut to its last half and filled again, so that one pass over half a block serves half a
         block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly. On a GPU the
-        model and the draw are one CUDA graph for each token; one thread at a time. On a CPU it is faster under torch.inference_mode(), which
-        is left to the caller, as FSDP could not train a model after it. FSDP also wants register_fsdp_forward_method(model, "generate")
-        first, and on GPUs reshard_after_forward=False or use_cache=False, as a graph records no gathering (from its source; not run)."""
+        model and the draw are one CUDA graph for each token; one thread at a time. On a CPU it is faster under torch.inference_mode()."""
         size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         uniform = draws(max_new_tokens, temperature, idx, generator)
@@ -819,8 +810,6 @@ class GPT(nn.Module):
         head = c.vocab_size * c.n_embd if self.tied() else 0
         return 6 * (weights + head) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
 
-    # A tied head and rope's angles must outlast casts, to_empty() and load_state_dict(assign=True), which would undo them
-
     def tied(self):
         "Whether the head is the token embedding; a module that replaced either of them may have no weight"
         return getattr(self.lm_head, "weight", 0) is getattr(self.wte, "weight", None)
@@ -829,8 +818,7 @@ class GPT(nn.Module):
         return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device)
 
     def _apply(self, fn, recurse=True):
-        """What .to() and its kin do, and two things more: a cast must not round the angles, and to_empty(), after which a model made on the
-        meta device is loaded or drawn, would leave them out and make two parameters of a tied one."""
+        "What .to() and its kin do, but that a cast must not round the angles, and to_empty() must neither lose them nor untie the head"
         tied, cos = self.tied(), getattr(self, "cos", None)
         super()._apply(fn, recurse)
         if cos is not None and (cos.is_meta or self.cos.dtype != cos.dtype):
@@ -840,8 +828,8 @@ class GPT(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, *args):
-        """What load_state_dict calls for each module, so this holds within a wrapper's, too: with assign=True a tied head stays tied, and a
-        model made on the meta device gets its angles. Some files hold the tied two once, under either name."""
+        """What load_state_dict calls for each module: with assign=True a tied head stays tied, and a model made on the meta device gets its
+        angles. Some files hold the tied two once, under either name."""
         names = prefix + "wte.weight", prefix + "lm_head.weight"
         w, *other = [state_dict[n] for n in names if n in state_dict] or [None]
         if self.tied() and other and not w.is_meta and not (w.shape == other[0].shape and torch.equal(w, other[0].to(w.device))):
@@ -1087,11 +1075,8 @@ class MemoryAttention(nn.Module):
     def over_mean(self, q, m, memory):
         """Memory condensed to its mean: keys and values are Z = [W, H_i .. H_(i+p)] (eq. 1-4). The first window has no W: there is nothing
         to average. State: C, the rows of closed windows (B, <= mem_len - p, d); W, their mean (B, 0 or 1, d); H, the rows of the open window
-        so far (B, < p, d): mem_len rows at most.
-
-        The windows of eq. 1-3 lie on a fixed grid, every mean_window = p positions of the stream, and a call may hold a part of one or
-        several: so the output does not depend on where the stream is cut. Calls of exactly p positions are eq. 1-4, their M', M'', .. being
-        the windows before (the paper's indices move by one position each; the windows of SHA-RNN's training do not overlap)."""
+        so far (B, < p, d). Windows lie on a fixed grid, every mean_window = p positions of the stream, so that the output does not depend on
+        where it is cut into calls (the paper's indices move by one position each; the windows of SHA-RNN's training do not overlap)."""
         p = self.config.mean_window
         C, W, H = (s.to(m.dtype) for s in memory) if memory is not None else (m[:, :0],) * 3
         out = []
@@ -1563,16 +1548,13 @@ def inputs_and_targets(rows, device):
 
 
 class Replayed:
-    """update(batch, state) -> (figures, state): a training step, from the batch to the new weights, as one CUDA graph. Launched one by one,
-    the hundreds of kernels of a small step keep a GPU waiting for Python: on an H200 shaq's took 23 ms for 11 of work. A step of new shapes
-    runs as it is, which compiles what there is to compile; the next of these shapes is recorded, and from then on replayed. lr, the same
-    for all groups, is set for each.
+    """update(batch, state) -> (figures, state): a training step, from the batch to the new weights, as one CUDA graph: launched one by one,
+    the kernels of shaq's took an H200 23 ms for 11 of work. A step of new shapes runs as it is, which compiles what there is to compile; the
+    next of these shapes is recorded, and from then on replayed. lr, the same for all groups, is set for each.
 
     batch, state: lists or tuples of tensors, nested as may be, or None. figures: two numbers, overwritten by the next step. on=False: no
-    graphs. A step that changes the shapes of its state is never recorded. Dropout draws what it would without a graph.
-
-    whole=False: update is a part of a step, which adds to the gradients of optimizer's parameters and steps none of them: a graph adds to
-    the tensors it was recorded with, so gradients are to be zeroed, never None."""
+    graphs. A step that changes the shapes of its state is never recorded. Dropout draws what it would without a graph. whole=False: update
+    is a part of a step, which adds to the gradients of optimizer's parameters: these are to be zeroed, never None."""
 
     def __init__(self, update, optimizer, on, whole=True):
         self.update, self.optimizer, self.on, self.whole = update, optimizer, on, whole
