@@ -597,8 +597,6 @@ def sample(logits, temperature, top_k, u):
 def draws(n, temperature, idx, generator):
     """n times u for sample(), (n, B, 1), drawn at once: to draw each when it is wanted would make a GPU wait for the CPU at every token.
     temperature 0 draws none."""
-    if n < 0 or idx.dim() != 2 or not idx.size(1):
-        raise ValueError(f"{n} tokens after a prompt of shape {tuple(idx.shape)}: expected 0 or more after 1 or more, (B, T)")
     u = torch.zeros(n, len(idx), 1, dtype=torch.float64, device=generator.device)
     return (u.uniform_(generator=generator) if temperature else u).to(idx.device if idx.is_cuda else "cpu")
 
@@ -1480,8 +1478,6 @@ def machine(device="auto", dtype="auto"):
         note += f"; {processor()}, threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     m = Machine(device, torch.float32 if dtype == "auto" else getattr(torch, dtype), rank, world, note)
     if world > 1:
-        if device.type == "mps":
-            raise ValueError(f"{world} processes: gloo serves no GPU of Apple's; take --device=cpu, or one process without torchrun")
         # before there is a group: DDP imports this, and default arguments there would keep the group alive after leave()
         from torch.distributed.nn import functional  # noqa: F401
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))  # all wait for a save

@@ -292,15 +292,12 @@ class Log:
         self.file.seek(0)
         lines = self.file.read().splitlines(True) if resume_step is not None else []
         keep = 0  # bytes
-        try:
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # up to a line that a crash cut short
             for line in lines:
                 record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
                 if record.get("step", -1) >= resume_step + (evaluated and "val_loss" in record) or not line.endswith(b"\n"):
                     break
                 keep += len(line)
-        except (ValueError, TypeError, AttributeError):  # a line that a crash cut short is the last
-            if line != lines[-1]:
-                warn(f"note: {path}, line {lines.index(line) + 1} is damaged; it and all that follows is dropped")
         self.file.truncate(keep)
         self(**first)
 
@@ -615,23 +612,13 @@ def pysource():
     return b"".join(pathlib.Path(files[name]).read_bytes() for name in order), about
 
 
-def text_of(raw, name):
-    """UTF-8 bytes -> str, or one line that names the first bad byte."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as e:
-        die(f"{name} is not UTF-8 (byte {e.start:,}): convert it, or take --tokenizer=byte")
-
-
-def read(path, utf8=False):
-    """The bytes of a file; dies if it is missing or empty, or if it is asked to be UTF-8 and is not."""
+def read(path):
+    """The bytes of a file; dies if it is missing or empty."""
     if not os.path.isfile(path):
         die(f"{path} does not exist or is not a file")
     raw = pathlib.Path(path).read_bytes()
     if not raw:
         die(f"{path} is empty")
-    if utf8:
-        text_of(raw, path)
     return raw
 
 
@@ -690,7 +677,7 @@ def fetch(name, folder, url, copy=None):
     used = copy or path
     if not copy and (not os.path.exists(path) or source.revised and url != source.url):
         used = download(url, path, resume=not source.revised)
-    raw = pathlib.Path(used).read_bytes()
+    raw = read(used)
     if zipfile.is_zipfile(used):  # a damaged or a foreign one fails the check below
         with (contextlib.suppress(zipfile.BadZipFile, zlib.error, LookupError, RuntimeError, ValueError, OSError, EOFError),
               zipfile.ZipFile(used) as z):
@@ -735,7 +722,10 @@ def prepare(folder, name, tokenizer, raw, source, sha256=None, percent=(90,)):
     raw = raw.removeprefix(codecs.BOM_UTF8)
     # a cut inside a character would leave two broken halves; War and Peace as bytes is split where its GPT-2 tokens are
     by_characters = tokenizer == "gpt2" or name == "warandpeace"
-    text = text_of(raw, source) if by_characters else raw
+    try:
+        text = raw.decode() if by_characters else raw
+    except UnicodeDecodeError as e:
+        die(f"{source} is not UTF-8 (byte {e.start:,}): convert it, or take --tokenizer=byte")
     cuts = [0, *(len(text) * p // 100 for p in percent), len(text)]
     parts = [text[a:b] for a, b in zip(cuts, cuts[1:])]
     parts = {s: p.encode() if by_characters else p for s, p in zip(("train", "val", "test"), parts)}
@@ -811,15 +801,13 @@ def main(argv=None):
         die("--url and --from_file are for data sets that are downloaded; your own text: --input FILE... --name NAME")
     if args.url and args.from_file:
         die("--url and --from_file name two sources: type one of the two")
-    if args.from_file and not (os.path.isdir if dataset == "fineweb10B" else os.path.isfile)(args.from_file):
-        die(f"--from_file={args.from_file} does not exist or is no {'folder' if dataset == 'fineweb10B' else 'file'}")
     if args.shards and dataset != "fineweb10B":
         die("--shards is for fineweb10B")
     url = pathlib.Path(args.from_file).absolute().as_uri() if args.from_file else (args.url or source.url).rstrip("/")
     tokenizer, folder = args.tokenizer or source.tokenizer, os.path.join(args.data_dir, name)
     if dataset == "fineweb10B" and tokenizer != "gpt2":
         die("fineweb10B is tokenised with gpt2 already")
-    raw = b"".join(read(path, utf8=tokenizer == "gpt2").removeprefix(codecs.BOM_UTF8) for path in args.input or ())
+    raw = b"".join(read(path).removeprefix(codecs.BOM_UTF8) for path in args.input or ())
     with alone(folder):
         if args.input:
             prepare(folder, name, tokenizer, raw, ", ".join(args.input))

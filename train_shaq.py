@@ -180,11 +180,6 @@ def stepper(model, optimizer, s, m):
 # The state of all streams, for the checkpoint: nested lists and tuples of tensors whose dimension 0 is the streams
 
 
-def take(state, streams, device):
-    "This process's streams of the whole state"
-    return each(state, lambda t: t[streams.start:streams.stop].to(device))
-
-
 def gather(state, m):
     "The whole state, from every process's streams"
     def whole(t):
@@ -257,7 +252,7 @@ def main():
             group["lr"] = 0.0  # a number: it may have been a tensor
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
-        state = take(ckpt.pop("state"), streams, m.device)
+        state = each(ckpt.pop("state"), lambda t: t[streams.start:streams.stop].to(m.device))  # this process's streams
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
     ckpt = None  # stage 2 has no use for what is left
     if s["compile"]:
