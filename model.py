@@ -19,7 +19,6 @@ import contextlib
 import copy
 import ctypes
 import gc
-import json
 import math
 import os
 import platform
@@ -28,7 +27,6 @@ import sys
 import textwrap
 import time
 import zipfile
-import zlib
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -719,12 +717,11 @@ class GPT(nn.Module):
         tensor (1,), so that every step of generation is the same work."""
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
-        T, at, mask, places = idx.size(1), pos, None, pos
-        x = self.wte(idx)                                                                # (B, T, d)
+        T, x = idx.size(1), self.wte(idx)                                                # (B, T, d)
         if isinstance(pos, torch.Tensor):
-            mask = up_to(pos, cache[0][0].size(2), product_dtype(x))                     # (1, positions)
+            at, places, mask = pos, pos, up_to(pos, cache[0][0].size(2), product_dtype(x))  # mask (1, positions)
         else:
-            at, places = slice(pos, pos + T), (pos, pos + T)  # for blocks, which torch 2.11 would compile anew for every slice
+            at, places, mask = slice(pos, pos + T), (pos, pos + T), None  # no slice for blocks: torch 2.11 would compile anew for each
             if pos + T > self.config.block_size:
                 raise ValueError(f"{pos + T} tokens, but block_size is {self.config.block_size}: crop idx, as generate() does")
         if self.wpe is not None:
@@ -1409,13 +1406,11 @@ class Machine:
         return self.mean(torch.tensor(float(done), device=self.device)).item() > 1 - 0.5 / self.world
 
     def same(self, what):
-        "Whether what, which JSON can hold, is the same on every process. Each waits here for the slowest."
-        if self.world == 1:
-            return True
-        h = zlib.crc32(json.dumps(what, sort_keys=True).encode())
-        most = torch.tensor([h, -h], device=self.device)
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-        return most.sum().item() == 0
+        "Whether what is the same on every process. Each waits here for the slowest."
+        found = [what] * self.world
+        if self.world > 1:
+            torch.distributed.all_gather_object(found, what)
+        return all(theirs == what for theirs in found)
 
     def parallel(self, model):
         "From here on self.net is model, with its gradients averaged over all processes"

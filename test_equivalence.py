@@ -2347,11 +2347,8 @@ def test_train_processes_that_differ_end_before_an_earlier_run_is_touched(train,
     "By hand on each of two machines: other flags, other data of that name, a checkpoint of a local disk; nothing would show that replicas drift"
     one, two = (model_py.Machine(torch.device("cpu"), torch.float32, 0, world, "") for world in (1, 2))
     for theirs, equal in (dict(lr=1.0, n=[1]), True), (dict(n=[1], lr=1.0), True), (dict(lr=2.0, n=[1]), False), (dict(lr=0.5, n=[1]), False):
-        sent = []
         with monkeypatch.context() as patch:
-            patch.setattr(torch.distributed, "all_reduce", lambda t, op: sent.append(t.clone()))
-            two.same(theirs)
-            patch.setattr(torch.distributed, "all_reduce", lambda t, op: t.copy_(torch.maximum(t, sent[0])))
+            patch.setattr(torch.distributed, "all_gather_object", lambda found, what: found.__setitem__(0, theirs))
             assert two.same(dict(lr=1.0, n=[1])) == equal and one.same(theirs)
     for run in train, train_shaq_here:
         assert run("--max_steps=1")[0] == 0
@@ -2455,13 +2452,6 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
         one_line(train("--resume", flag), flag.partition("=")[0].strip("-"), "checkpoint")
         assert path.read_bytes() == good
     one_line(train("--resume", "--micro_batch=3"), "take another --micro_batch or number of processes")  # --batch_tokens stays
-    ckpt = torch.load(path, weights_only=True)  # as of another device
-    for group in ckpt["optimizer"]["param_groups"]:
-        group["fused"] = False
-    torch.save(ckpt, path)
-    assert train("--resume", "--max_steps=2")[0] == 0
-    assert [g["fused"] for g in torch.load(path, weights_only=True)["optimizer"]["param_groups"]] == [True, True]
-    path.write_bytes(good)
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 3, ""))
         patch.setattr(model_py.Machine, "all", lambda self, done: done)

@@ -118,8 +118,7 @@ def build(s, c, data, m):
     s.setdefault("max_steps", -(-20 * model.num_params() // s["batch_tokens"]))
     if m.device.type == "cuda" and 16 * model.config.dropout % 1:
         torch.backends.cuda.enable_cudnn_sdp(False)  # up to torch 2.11 its attention rounds dropout to sixteenths (pytorch/pytorch, 174245)
-    return model, torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"],
-                                    fused=m.device.type != "mps")
+    return model, torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"], fused=True)
 
 
 def stepper(model, optimizer, s, m, accumulate):
@@ -260,7 +259,7 @@ def main():
     if ckpt:
         model.load_state_dict(ckpt.pop("model"))  # 12 bytes a parameter with the optimiser's, on every process
         for group in ckpt["optimizer"]["param_groups"]:
-            group |= dict(fused=m.device.type != "mps", capturable=False, lr=0.0)  # of this device and run, not of those before
+            group |= dict(capturable=False, lr=0.0)  # numbers: a run before may have recorded its steps, with lr a tensor
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first = ckpt["step"]
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation

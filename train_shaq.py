@@ -112,7 +112,7 @@ def build(s, c, data, m):
         model = SHAQ(SHAQConfig(**c | dict(vocab_size=data.vocab_size))).to(m.device)
     if s["optimizer"] == "lamb":
         return model, LAMB(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"])
-    return model, torch.optim.AdamW(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"], fused=m.device.type != "mps")
+    return model, torch.optim.AdamW(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"], fused=True)
 
 
 # -----------------------------------------------------------------------------
@@ -248,7 +248,6 @@ def main():
             die(f"{path if resume else stage2} holds another model than these flags make: drop those that change it")
     if resume:
         for group in ckpt["optimizer"]["param_groups"]:
-            group |= dict(fused=m.device.type != "mps", capturable=False) if "fused" in group else {}  # AdamW's, of this device
             group["lr"] = 0.0  # a number: it may have been a tensor
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
