@@ -1027,10 +1027,8 @@ class MemoryAttention(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
     def forward(self, h, m, memory=None):
-        """h (B, T, d) for the queries, m (B, T, d) the window's own rows of memory -> (B, T, d), memory.
-
-        memory is None at the start of a stream, then (B, <= mem_len, d); for memory=mean see over_mean(), in generate() ring().
-        """
+        """h (B, T, d) for the queries, m (B, T, d) the window's own rows of memory -> (B, T, d), memory: None at the start of a stream, then
+        (B, <= mem_len, d); for memory=mean see over_mean(), in generate() ring()."""
         q = self.ln_q(self.W_q(h))                                      # (B, T, d)
         m = m.to(product_dtype(m))                                      # under autocast memory is held in 16 bits
         # Keys and values are the same rows of memory: k = m * k_gate, v = m * v_gate. A gate is one number a channel,
@@ -1054,8 +1052,7 @@ class MemoryAttention(nn.Module):
         elif self.config.memory == "mean":
             x, memory = self.over_mean(q, m, memory)
         else:
-            # Published: memory and window together hold at most mem_len positions. Until that cap bites, the output
-            # does not depend on where a stream was cut into windows; beyond it, a window's early queries see fewer.
+            # Published: memory and window together hold at most mem_len positions; beyond it a window's early queries see fewer
             new = None
             if memory is not None:
                 past = last(memory, self.mem_len - m.size(1)).to(m.dtype)
@@ -1087,10 +1084,9 @@ class MemoryAttention(nn.Module):
         return torch.cat(out, dim=1), (C, W, H)
 
     def ring(self, memory, new):
-        """memory as forward() takes it for the next `new` positions, one at a time: its rows, with places for as many more as the cap
-        allows, (B, length, d), and how many positions there were, an int64 tensor (1,). Attention ignores the order of its keys, so a
-        new row overwrites the oldest, and no shape changes. For memory=mean: W, if there is one, and the open window, until that closes.
-        """
+        """memory as forward() takes it for the next `new` positions, one at a time: its rows, with places for as many more as the cap allows,
+        and their number. Attention ignores the order of its keys, so a new row overwrites the oldest, and no shape changes. For memory=mean:
+        W, if there is one, and the open window, until that closes."""
         most = self.mem_len
         if self.config.memory == "mean":
             memory, most = torch.cat(memory[1:], dim=1), 1 + self.config.mean_window
@@ -1235,11 +1231,9 @@ class SHAQ(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, state=None, generator=None):
         """Continue idx (B, T) int64 by max_new_tokens, one step each -> idx (B, T + max_new_tokens), state.
 
-        The state has read all but the last token: generate(idx[:, -1:], ..., state=state) goes on from there.
-        temperature=0 takes the most likely token; top_k=None or 0 draws from all; generator as for GPT. On a GPU the
-        model, its state and the draw are one CUDA graph for each byte, with memory=mean a new graph for each window. With memory=none
-        a byte's window is itself, and attention sees nothing else.
-        """
+        The state has read all but the last token: generate(idx[:, -1:], ..., state=state) goes on from there. temperature, top_k and
+        generator as for GPT. On a GPU the model, its state and the draw are one CUDA graph for each byte, with memory=mean a new one for each
+        window. With memory=none a byte's window is itself, and attention sees nothing else."""
         generator = generator or torch.Generator().manual_seed(1337)
         uniform = draws(max_new_tokens, temperature, idx, generator)
         new, u = idx[:, -1:].clone(), uniform.new_empty(len(idx), 1)    # as in GPT.generate

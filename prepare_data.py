@@ -15,8 +15,7 @@ fineweb10B    FineWeb, 103 shards already tokenised with GPT-2's tokenizer; --fr
 
 Written to DATA_DIR/NAME: one .bin file per split (fineweb10B: per shard), and meta.json last, so it means complete.
 A .bin file is llm.c's: 256 int32 (magic 20240520, version 1, number of tokens, zeros), then the tokens as uint16, all
-little-endian. meta.json holds tokenizer, vocab_size, tokens and bytes per split, and the source's SHA-256. Texts are
-held in memory while they are prepared, tokens are read through memmap.
+little-endian. Texts are held in memory while they are prepared, tokens are read through memmap.
 """
 import argparse
 import bisect
@@ -74,8 +73,7 @@ def one_line():
 
 
 def run(main, again="", memory="a smaller model, batch, window or file"):
-    """Call main(); Ctrl-C, a full disk, a folder that is not writable and the like end in one line, not a traceback. again: what to do after
-    an interruption, memory: what to take where that does not suffice."""
+    """Call main(); Ctrl-C, a full disk and the like end in one line, not a traceback. again, memory: the advice in two of these."""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None where it was closed
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a sample may hold characters that the terminal has not
@@ -157,9 +155,7 @@ def number(kind, low, high=float("inf")):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that takes --a_b and --a-b alike, abbreviates nothing, shows defaults, and errs in one line, status 2.
-
-    Declare flags with underscores, and with a help text, as defaults are shown beside help texts only."""
+    """argparse that takes --a_b and --a-b alike, abbreviates nothing, shows defaults beside help texts, and errs in one line, status 2."""
 
     class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
         def _get_help_string(self, action):
@@ -220,9 +216,8 @@ def write_or_warn(path, write):
 
 
 def progress(done, total, t0, what, start=0, unit="MB", scale=1e6):
-    """One line on stderr: a terminal sees it overwritten ten times a second, a log file gets one every ten seconds.
-
-    done of total (None: unknown) since t0 = time.perf_counter(), when start were already done."""
+    """One line on stderr, on a terminal ten times a second, in a log file every ten seconds: done of total (None: unknown) since t0, when
+    start were already done."""
     now, tty, end = time.perf_counter(), sys.stderr.isatty(), done == total
     if not end and now - progress.last < (0.1 if tty else 10):
         return
@@ -242,7 +237,7 @@ progress.last, progress.open = -1e9, False
 
 
 def claim(file):
-    """Lock an open file for this process, where the system knows such locks; dies if another process has it."""
+    """Lock an open file for this process; dies if another one has it."""
     try:
         import fcntl
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -363,10 +358,9 @@ def unchanged(typed, stored, free):
 
 
 def shorten(s, asked, step, pace, say):
-    """Cut the schedule to the steps that max_minutes allow at the run's pace so far, never to more than were asked for (None: leave it as
-    it is). Done every 25 steps, and before that once the time is up; from then on s["paced"] is set, as it is by a max_steps typed on
-    --resume. pace: seconds a step, the mean over processes of all steps but the first three and this one, so that all processes decide
-    alike; 0 as long as it is not known."""
+    """Every 25 steps, and before that once the time is up, cut the schedule to the steps that max_minutes allow at the run's pace so far,
+    never to more than were asked for (None: leave it as it is). pace: seconds a step, a mean over processes, so that all decide alike; 0 as
+    long as it is not known."""
     up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
     if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return
@@ -431,12 +425,8 @@ def decode(tokenizer, ids):
 
 
 def safe_chunks(text, size):
-    """Cut text into pieces of about size characters whose tokens, joined, are the tokens of the whole text.
-
-    GPT-2's pattern first splits text into words. Only the start of a word can be a space, so between a visible
-    character and a space there is always a boundary; and the words to its left do not depend on what follows it, as
-    the pattern looks ahead only from runs of spaces.
-    """
+    """Cut text into pieces of about size characters whose tokens, joined, are the tokens of the whole text: between a visible character and
+    a space, where GPT-2's pattern always splits words, whatever follows, as it looks ahead only from runs of spaces."""
     boundary, start = re.compile(r"\S(?=[ \n])"), 0
     while start < len(text):
         match = boundary.search(text, start + size - 1)
@@ -570,9 +560,8 @@ def shared_dataset(s, m):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sources. Size and digest are those of the text itself, unpacked, so a mirror may pack it differently. shakespeare: the
-# SHA-256 that several public projects pin; enwik8: the SHA-1 of the Large Text Compression Benchmark. Gutenberg revises
-# its books, so there they only tell whether it is the edition that our figures were measured with.
+# Sources. Size and digest are those of the text itself, unpacked, so a mirror may pack it differently; of a book that Gutenberg revises
+# they only tell whether it is the edition that our figures were measured with. enwik8: the SHA-1 of the Large Text Compression Benchmark
 
 @dataclasses.dataclass
 class Source:
