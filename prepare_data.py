@@ -624,14 +624,13 @@ def download(url, path, resume=True):
                 headers |= {"Range": f"bytes={have}-", "If-Unmodified-Since": email.utils.formatdate(os.path.getmtime(part), usegmt=True)}
             try:
                 with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as reply:
+                    given, length = reply.headers["Content-Range"] or "", reply.headers["Content-Length"]  # such as bytes 100-999/1000
                     if have and reply.status != 206:
                         have = start = f.truncate(f.seek(0))  # the server ignored the Range and sends all of it
-                    elif not (given := reply.headers["Content-Range"] or f"bytes {have}-").lower().startswith(f"bytes {have}-"):
+                    elif given and not given.lower().startswith(f"bytes {have}-"):
                         raise ValueError(f"asked for bytes from {have:,} on, the server sent {given}")
-                    length, t0 = reply.headers["Content-Length"], time.perf_counter()
-                    total = have + int(length) if length else None
-                    whole = (reply.headers["Content-Range"] or "").rpartition("/")[2]
-                    total = int(whole) if whole.isdigit() else total  # a server may send less than was asked for
+                    whole, t0 = given.rpartition("/")[2], time.perf_counter()  # a server may send less than was asked for
+                    total = int(whole) if whole.isdigit() else have + int(length) if length else None
                     while block := reply.read(1 << 18):
                         f.write(block)
                         have += len(block)
@@ -759,8 +758,7 @@ def prepare_fineweb(folder, name, url, shards):
                     pathlib.Path(folder, "meta.json").unlink(missing_ok=True)  # never beside .bin files that it does not describe
                 os.replace(used, path)
     write_meta(folder, name=name, tokenizer="gpt2", vocab_size=vocab, files=files, tokens=tokens, bytes=size,
-               source=url, sha256=sha256,
-               split=f"{shards} + 1 shards, verified without a checksum (none is known)")
+               source=url, sha256=sha256, split=f"{shards} + 1 shards, verified without a checksum (none is known)")
 
 
 def main(argv=None):
