@@ -30,7 +30,7 @@ import unittest.mock
 import weakref
 import zipfile
 from dataclasses import asdict, replace
-from functools import partial, partialmethod
+from functools import cache, partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1902,6 +1902,7 @@ def test_run_machine_keeps_freed_memory_of_an_older_glibc_too(most, kept, monkey
 # Training, in this process where it can be: a start costs more than a run. Tiny, in fp32, on this project's own sources.
 
 HERE = Path(kernels.__file__).parent
+RATE = cache(model_py.product_rate)
 
 
 @pytest.fixture(scope="module")
@@ -1919,6 +1920,7 @@ def run_here(capsys, monkeypatch):
     def run(script, argv, out):
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.setattr(model_py, "product_rate", RATE)  # measured once, not in each run, of which it was a fifth
         try:
             pd.run(script.main)
             status = 0
@@ -1939,8 +1941,11 @@ def ended(result):
 
 
 @pytest.fixture
-def train(tmp_path, data_dir, run_here):
+def train(tmp_path, data_dir, run_here, monkeypatch):
     "train(flags...) runs train_gpt.py here"
+    generate = GPT.generate  # the sample at the end cut short, as in train_shaq_here, but not model.py's, which names its generator
+    monkeypatch.setattr(GPT, "generate", lambda model, ids, n, *a, **kw: generate(model, ids, n if kw else min(n, 20), *a, **kw))
+
     def run(*flags, out="out", keep=None):
         return run_here(train_gpt, command(tmp_path / out, data_dir, *flags, keep=keep)[1:], tmp_path / out)
     return run
@@ -3795,7 +3800,7 @@ def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengt
         nodes.extend(str(n.target) for n in graph.graph.nodes)
         return graph
 
-    models = [tiny_shaq(preset, mem_len=20, mean_window=8).train() for _ in range(2)]
+    models = [tiny_shaq(preset, mem_len=20, mean_window=8, n_layer=2, attn_layers=(2,)).train() for _ in range(2)]
     models[1].compile(backend=backend, dynamic=True)
     ids, states, at, graphs = torch.randint(11, (2, 90), generator=torch.Generator().manual_seed(0)), [None, None], 0, []
     for T in lengths:
