@@ -21,6 +21,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -1964,13 +1965,23 @@ def sampled(run_here):
 
 @pytest.fixture
 def torchrun(tmp_path):
-    "torchrun(script, flags...) runs two processes of TWO and this text in tmp_path -> what they print"
-    def run(text, *flags):
+    """torchrun(script, flags...) runs two processes of TWO and this text in tmp_path -> what they print; launcher=False: with the variables
+    that torchrun would set, but without it, which takes as long to start as they do"""
+    def run(text, *flags, launcher=True):
         (tmp_path / "script.py").write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n" + TWO + text)
-        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "script.py", *flags],
-                              cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        how, ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"], [{}]
+        if not launcher:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                shared = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+            how, ranks = [], [shared | dict(RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+        with contextlib.ExitStack() as stack:
+            runs = [subprocess.Popen([sys.executable, *how, "script.py", *flags], cwd=tmp_path, env=os.environ | more, text=True,
+                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE) for more in ranks]
+            for process in runs:
+                stack.callback(process.kill)  # where the other one has failed
+            said = [process.communicate(timeout=120) for process in runs]
+        assert not any(process.returncode for process in runs), said
+        return "".join(out for out, _ in said)
     return run
 
 
@@ -2333,7 +2344,7 @@ def test_train_two_processes_are_one_with_accumulation(train, torchrun, data_dir
 COMPILED = """
 torch.nn.Module.compile = lambda self, **kw: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend=cut, **kw))
 from torch._dynamo.backends.debugging import aot_eager
-parts = []
+parts, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = [], 2**16
 def cut(gm, inputs):  # captured as on a GPU; inductor's C++ takes longer than all these tests
     assert not any(isinstance(i, torch.SymInt) for i in inputs)
     parts.append(torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None)  # else of an evaluation
@@ -2344,10 +2355,9 @@ tell(sum(parts))
 
 
 def test_train_compiled_processes_are_one(train, torchrun, data_dir, tmp_path):
-    "As torchrun does on GPUs: DDP has the compiled model, loss and all, cut where a bucket of gradients is full: the head fills one"
-    flags = ("--dropout=0", "--micro_batch=2", "--n_embd=1024", "--mlp=none", "--max_steps=3", "--eval_tokens=224",  # one window alone
-             "--lr=3e-4", "--min_lr=3e-5")  # at ten times the rate rounding grows past the bound, with this file's own text as the data
-    said = torchrun(COMPILED, *command("two", data_dir, *flags, "--compile=1", tool=()))
+    "As torchrun does on GPUs: DDP has the compiled model, loss and all, cut where a bucket of gradients is full: the head fills the first"
+    flags = "--dropout=0", "--micro_batch=2", "--n_embd=64", "--mlp=none", "--max_steps=3", "--eval_tokens=224"  # one window alone
+    said = torchrun(COMPILED, *command("two", data_dir, *flags, "--compile=1", tool=()), launcher=False)
     assert ", compiled; MFU" in said and said.count("sample:") == 1
     assert all(int((tmp_path / f"script.py{rank}").read_text()) > 1 for rank in (0, 1))
     one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
@@ -3888,7 +3898,7 @@ def test_train_shaq_two_processes_are_one(train_shaq_here, torchrun, tmp_path):
     pd.prepare(str(tmp_path / "data/mine"), "mine", "byte", random_words(1500), "", percent=(80, 90))  # with a test split
     one = ended(train_shaq_here(*flags, out="one"))[3]
     both = "--data_dir=data", "--out_dir=two", "--dataset=mine", *TINY_SHAQ, *flags
-    assert "sample:" in torchrun("train_shaq.run(train_shaq.main)\ntell(seeds)\n", *both)
+    assert "sample:" in torchrun("train_shaq.run(train_shaq.main)\ntell(seeds)\n", *both, launcher=False)
     a, b = (json.loads((tmp_path / f"script.py{rank}").read_text()) for rank in (0, 1))
     assert set(a) & set(b) == {1337} and len(a) == len(b) == 7  # the weights are the same, dropout is not
     first, *two = records(tmp_path / "two")
