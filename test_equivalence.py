@@ -5201,7 +5201,7 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
 
 
 @pytest.mark.parametrize("argv", [
-    pytest.param(["code", "--widths=32", "--sm=90"], marks=needs_triton),
+    pytest.param(["code", "--widths=32", "--sm=80"], marks=needs_triton),  # the pool's kernels, 10 seconds of compiling, are POOL_CODE's
     ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1"],
     ["prefill", "--sizes=nano", "--batch=3", "--T=4,8", "--runs=1"],
     ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1", "--presets=shaq,sharnn,mean_mem"],
@@ -5905,7 +5905,7 @@ CODE = dict(hadamard=[*HADAMARD_CODE, WIDE_CODE], fopool=POOL_CODE, rope=ROPE_CO
 def compiled(request, tmp_path_factory):
     "{case: code_of it, to come}: a process compiles what the selected tests want from the start, beside the others, which take one core"
     names, before = str([item.name for item in request.session.items]), os.environ.copy()
-    cases = [case for code in ("hadamard", "fopool", "rope") if f"{code}_machine_code" in names for case in CODE[code]]
+    cases = [case for code in ("fopool", "hadamard", "rope") if f"{code}_machine_code" in names for case in CODE[code]]
     if kernels.triton is None or not cases:
         yield
         return
