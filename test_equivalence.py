@@ -73,6 +73,8 @@ if kernels.triton is not None:  # Triton 3.6's interpreter takes int() of an arr
             return patch(f)
 
     patched = set()  # the modules whose view of triton.language is the interpreter's now
+    builder = interpreter.interpreter_builder  # else it looks for overflow at each operation, a quarter of the time, and drops what it finds
+    builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter.InterpretedFunction.run, interpreter._patch_lang = launch, patch
 
 torch.set_num_threads(1)  # what is computed here is so small that threads cost more than they save, ten times as much beside other work
