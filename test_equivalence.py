@@ -1180,11 +1180,12 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
     for own, memory in ((dense, (None, None)), (dense[:, 4:], (dense, dense))):
         torch.library.opcheck(model_py.blocked_attention_backward, (randn(2, 3, 4), dense[:, :3], own, None, own, None, *memory, None, 0.0, []),
                               test_utils="test_faketensor")
+    check = torch.library.opcheck if T in (2, 129) else lambda *a: None  # among others, that torch.compile may take it; one block and two
     for keep in (False, True):
-        torch.library.opcheck(blocked_attention, (q, k, r, v, u, None, None, None, 0.0, keep))  # among others, that torch.compile may take it
+        check(blocked_attention, (q, k, r, v, u, None, None, None, 0.0, keep))
         if new:
             memory = new[0], None, new[1], None, k.detach(), v.detach(), None, 0.0, keep
-            torch.library.opcheck(blocked_attention, (q, *memory))
+            check(blocked_attention, (q, *memory))
             x = blocked_attention(q, *memory)[0]
             assert torch.equal(x, y) and torch.autograd.grad(x, k, dy, allow_unused=True, retain_graph=True) == (None,)
             for a, b in zip(torch.autograd.grad(x, (q, *new), dy), torch.autograd.grad(z, (q, k, v), dy, retain_graph=True)):
@@ -1713,8 +1714,11 @@ def test_run_variants_half_added_are_refused(monkeypatch):
     refuses(lambda: model_py.lr_at(0, 1.0, 0.1, 5, 10, "new"), "schedule=new", kind=NotImplementedError)
 
 
+SHAQ_KINDS = [preset for preset in SHAQ_PRESETS if preset not in ("attn2", "attn3", "attn4")]  # attn3 is sharnn, as attn1 the others are
+
+
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn="dva", n_head=1, mlp="none"), dict(attn="dva_outer", n_head=1),
-                                    *SHAQ_PRESETS])
+                                    *SHAQ_KINDS])
 def test_shapes_agree_on_the_meta_device(config):
     "Forward, backward, with a cache or a memory behind: no branch asks for a CPU"
     with torch.device("meta"):
@@ -3113,7 +3117,7 @@ def test_shaq_flops_per_token_by_hand():
     assert flops("mean_mem", mem_len=20, mean_window=6) == 6 * (4 * 12 * d * d + d * d + 11 * d) + 12 * d * 7
 
 
-@pytest.mark.parametrize("preset", SHAQ_PRESETS)
+@pytest.mark.parametrize("preset", SHAQ_KINDS)
 def test_shaq_windows_cut_anywhere_give_one_sequence(preset):
     """Also for mean memory, whose grid of windows (5 positions here) the cuts need not respect, and T = 1."""
     model = tiny_shaq(preset)
