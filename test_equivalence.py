@@ -2319,7 +2319,7 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far(train, tmp_p
 
 STOPPED = """
 write = train_gpt.write_or_warn
-train_gpt.write_or_warn = lambda path, f: time.sleep(1.5) or write(path, f)
+train_gpt.write_or_warn = lambda path, f: time.sleep(0.5) or write(path, f)
 numbers = iter((0, 0, 15 * int(rank)))  # one of the two has the signal
 train_gpt.StopSignal = lambda: type("Stops", (), dict(number=property(lambda self: next(numbers))))()
 try:
