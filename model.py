@@ -595,6 +595,8 @@ def sample(logits, temperature, top_k, u):
 def draws(n, temperature, idx, generator):
     """n times u for sample(), (n, B, 1), drawn at once: to draw each when it is wanted would make a GPU wait for the CPU at every token.
     temperature 0 draws none."""
+    if n < 0 or idx.dim() != 2 or not idx.size(1):
+        raise ValueError(f"{n} tokens after a prompt of shape {tuple(idx.shape)}: expected 0 or more after 1 or more, (B, T)")
     u = torch.zeros(n, len(idx), 1, dtype=torch.float64, device=generator.device)
     return (u.uniform_(generator=generator) if temperature else u).to(idx.device if idx.is_cuda else "cpu")
 
@@ -1071,6 +1073,8 @@ class MemoryAttention(nn.Module):
         where it is cut into calls (the paper's indices move by one position each; the windows of SHA-RNN's training do not overlap)."""
         p = self.config.mean_window
         C, W, H = (s.to(m.dtype) for s in memory) if memory is not None else (m[:, :0],) * 3
+        if H.size(1) >= p:
+            raise ValueError(f"this state's window holds {H.size(1)} positions, expected fewer than mean_window={p}: another model's?")
         out = []
         while m.size(1):
             n = min(p - H.size(1), m.size(1))
@@ -1444,8 +1448,10 @@ def processor():
 
 def machine(device="auto", dtype="auto"):
     "Choose device (auto | cpu | cuda | mps) and dtype (auto | float32 | bfloat16), join torchrun's processes. ValueError: no such device."
-    torchrun = os.environ.get("RANK") and os.environ.get("WORLD_SIZE")  # it sets both: one alone is left over from a cluster's script
-    rank, world, local = (int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")) if torchrun else (0, 1, 0)
+    rank, world, local = (int(os.environ.get(name) or alone) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if not 0 <= rank < world or world > 1 and not os.environ.get("RANK"):  # left over from a cluster's script
+        raise ValueError(f"the environment says RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')}: "
+                         "start with torchrun, which sets both, or unset both for one process")
     keep_freed_memory()
     there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     note = f"{device}, as asked" if device != "auto" else "Apple's GPU" if there["mps"] else "no GPU found"

@@ -601,13 +601,23 @@ def pysource():
     return b"".join(pathlib.Path(files[name]).read_bytes() for name in order), about
 
 
-def read(path):
-    """The bytes of a file; dies if it is missing or empty."""
+def text_of(raw, name):
+    """UTF-8 bytes -> str, or one line that names the first bad byte."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as e:
+        die(f"{name} is not UTF-8 (byte {e.start:,}): convert it, or take --tokenizer=byte")
+
+
+def read(path, utf8=False):
+    """The bytes of a file; dies if it is missing or empty, or if it is asked to be UTF-8 and is not."""
     if not os.path.isfile(path):
         die(f"{path} does not exist or is not a file")
     raw = pathlib.Path(path).read_bytes()
     if not raw:
         die(f"{path} is empty")
+    if utf8:
+        text_of(raw, path)
     return raw
 
 
@@ -710,10 +720,7 @@ def prepare(folder, name, tokenizer, raw, source, sha256=None, percent=(90,)):
     raw = raw.removeprefix(codecs.BOM_UTF8)
     # a cut inside a character would leave two broken halves; War and Peace as bytes is split where its GPT-2 tokens are
     by_characters = tokenizer == "gpt2" or name == "warandpeace"
-    try:
-        text = raw.decode() if by_characters else raw
-    except UnicodeDecodeError as e:
-        die(f"{source} is not UTF-8 (byte {e.start:,}): convert it, or take --tokenizer=byte")
+    text = text_of(raw, source) if by_characters else raw
     cuts = [0, *(len(text) * p // 100 for p in percent), len(text)]
     parts = [text[a:b] for a, b in zip(cuts, cuts[1:])]
     parts = {s: p.encode() if by_characters else p for s, p in zip(("train", "val", "test"), parts)}
@@ -794,7 +801,7 @@ def main(argv=None):
     tokenizer, folder = args.tokenizer or source.tokenizer, os.path.join(args.data_dir, name)
     if dataset == "fineweb10B" and tokenizer != "gpt2":
         die("fineweb10B is tokenised with gpt2 already")
-    raw = b"".join(read(path).removeprefix(codecs.BOM_UTF8) for path in args.input or ())
+    raw = b"".join(read(path, utf8=tokenizer == "gpt2").removeprefix(codecs.BOM_UTF8) for path in args.input or ())
     with alone(folder):
         if args.input:
             prepare(folder, name, tokenizer, raw, ", ".join(args.input))

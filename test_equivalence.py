@@ -1873,10 +1873,10 @@ def test_run_machine_says_what_it_chose(monkeypatch):
 def test_run_processes_share_the_work_by_rank_and_a_machines_gpus_by_local_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "")  # a script's that left it empty
     assert machine("cpu", "float32").world == 1
-    for rank, world in (("", "8"), ("1", "")):  # left over, too
+    for rank, world in ((None, "8"), ("", "8"), ("1", ""), ("8", "8")):  # left over, too
         monkeypatch.setenv("WORLD_SIZE", world)
-        monkeypatch.setenv("RANK", rank)
-        assert (machine("cpu", "float32").rank, machine("cpu", "float32").world) == (0, 1)
+        monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+        refuses(lambda: machine("cpu", "float32"), f"RANK={rank or ''} and WORLD_SIZE={world}: start with torchrun", "unset both")
     for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):  # the second machine of 4 GPUs
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **kw: None)
@@ -3396,6 +3396,8 @@ def test_shaq_impossible_settings_and_states_are_one_line():
         refuses(lambda: model(idx, idx.T), "targets have shape (4, 2)", "(2, 4)")  # as many numbers: it gave a loss
         refuses(lambda: model.generate(idx, 2, temperature=-1), "temperature=-1")
         refuses(lambda: model.generate(idx, 2, temperature=math.nan), "temperature=nan")
+    _, state = tiny_shaq("qrnn", memory="mean", mean_window=8)(idx.repeat(1, 2)[:, :6])
+    refuses(lambda: tiny_shaq("qrnn", memory="mean", mean_window=4)(idx, state=state), "mean_window=4", "another model's")  # it went on for ever
     for m, block, name in ((model, model.blocks[1], "blocks.1.extra"), (gpt := make(), gpt.h[0], "h.0.extra")):
         block.extra = nn.Parameter(torch.ones(3))
         refuses(m.init_weights, name, kind=RuntimeError)
@@ -4437,7 +4439,7 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     for argv, *words in (
         (["enwk8"], "unknown data set 'enwk8'", "did you mean enwik8?"), (["--input", none, mine], "none does not exist"),
         (["--input", empty, mine], "is empty"), (["--input", one, mine], "too few to split"),
-        (["--input", one, latin, mine, "--tokenizer=gpt2"], "not UTF-8 (byte 5)"), (["--input", latin, "--name=../x"], "no folder name"),
+        (["--input", one, latin, mine, "--tokenizer=gpt2"], "not UTF-8 (byte 4)"), (["--input", latin, "--name=../x"], "no folder name"),
         (["--input", latin], "--name"), (["--input", latin, "--name=enwik8"], "--name=enwik8 is another", "of your own"),
         (["--input", latin, "--name=Enwik8"], "--name=Enwik8 is another"), (["pysource", mine], "--name of your own"),
         (["pysource", f"--from_file={latin}"], "for data sets that are downloaded"), ([mine], "--input FILE..."),
