@@ -596,12 +596,26 @@ def test_operators_compile_whole_and_once_for_inputs_of_any_size(f, shapes, monk
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of its jvp
-def test_operators_refuse_forward_mode():
+def test_operators_under_torch_func_do_as_the_readme_says():
     x, v = torch.randn(3, 12), torch.randn(12)
-    for f in (hadamard_transform, lambda x: hadamard_affine(x, v, v), lambda x: hadamard_affine_norm(x, v, v, x, v)[0],
-              lambda x: kernels.qrnn_pool(x[None])[0], lambda x: kernels.fo_pool(x[None], x[None], x[None])[0],
-              lambda x: attention(*[x[None, None]] * 3), lambda x: attention(*[x[None, None]] * 5)):
+    hadamards = hadamard_transform, lambda x: hadamard_affine(x, v, v), lambda x: hadamard_affine_norm(x, v, v, x, v)[0]
+    pools = lambda x: kernels.qrnn_pool(x[None])[0], lambda x: kernels.fo_pool(x[None], x[None], x[None])[0]
+    for f in (*hadamards, *pools, lambda x: attention(*[x[None, None]] * 3), lambda x: attention(*[x[None, None]] * 5)):
         refuses(lambda: torch.func.jvp(f, (x,), (x,)), "reverse mode only", kind=NotImplementedError)
+    many = torch.stack((x, 2 * x))
+    for f in (*hadamards, *pools):
+        refuses(lambda: torch.func.grad(lambda x: f(x).sum())(x), "must override the setup_context staticmethod", kind=RuntimeError)
+        if f in hadamards:
+            torch.testing.assert_close(torch.func.vmap(f)(many), torch.stack([f(x) for x in many]))
+        else:
+            refuses(lambda: torch.func.vmap(f)(many), "Batching rule not implemented", kind=RuntimeError)
+
+
+@pytest.mark.skipif(kernels.triton is None, reason="no Triton")
+@pytest.mark.parametrize("out, width, fused", [("hadamard", 768, True), ("hadamard", 1024, False), ("head_hadamard", 1024, True)])
+def test_gpt_block_is_one_pass_where_that_was_faster(out, width, fused):
+    with torch.device("meta"):
+        assert GPT(GPTConfig(attn_out=out, n_embd=width, n_head=width // 64, n_layer=1)).h[0].attn.one_pass == fused
 
 
 def test_hadamard_triton_takes_what_it_can_hold():
