@@ -34,6 +34,15 @@ except ImportError:  # Windows, macOS, CPU-only installs: every operator below s
 NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}" for c in __name__)
 
 
+def _operator(name, fake):
+    "Registers a function as an operator of PyTorch; fake, of the same arguments, makes empty results like the function's, for tracing"
+    def register(f):
+        op = torch.library.custom_op(f"{NAMESPACE}::{name}", f, mutates_args=())
+        op.register_fake(fake)
+        return op
+    return register
+
+
 def _check_devices(name, *tensors):  # given meta and real tensors, PyTorch would only work out shapes, and return memory nothing has written;
     if any(t.device != tensors[0].device for t in tensors):  # Triton reads another GPU's memory, whether written yet or not
         raise ValueError(f"{name}: its tensors are on {', '.join(str(t.device) for t in tensors)}: expected all on one device")
@@ -861,7 +870,12 @@ def _on_triton(x, n_head, heads_only, kind="forward"):
             _plan(x.shape[1], n_head, heads_only, x.element_size() * 8, kind) is not None)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::hadamard", mutates_args=())
+def _sums(x):
+    "Empty (d,), for two sums over the rows of x (N, d), in fp32 or wider"
+    return tuple(x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(2))
+
+
+@_operator("hadamard", lambda x, *_: torch.empty_like(x))
 def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | None, pre: torch.Tensor | None, scale: float,
               n_head: int, heads_only: bool) -> torch.Tensor:
     "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta beside alpha only"
@@ -871,14 +885,14 @@ def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | 
     return run(x, alpha, beta, pre, scale, n_head, heads_only)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::hadamard_grads", mutates_args=())
+@_operator("hadamard_grads", lambda x, *_: _sums(x))
 def _hadamard_grads(x: torch.Tensor, dy: torch.Tensor, scale: float, n_head: int, heads_only: bool) -> tuple[torch.Tensor, torch.Tensor]:
     "(sum over rows of dy * scale * (x @ H), sum over rows of dy), both (d,) in fp32 (fp64 for fp64)"
     run = _grads_triton if _on_triton(x, n_head, heads_only) else _grads_torch
     return run(x, dy, scale, n_head, heads_only)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::hadamard_kept", mutates_args=())
+@_operator("hadamard_kept", lambda x, *_: (torch.empty_like(x), torch.empty_like(x)))
 def _hadamard_kept(x: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, scale: float, n_head: int,
                    heads_only: bool) -> tuple[torch.Tensor, torch.Tensor]:
     "-> (alpha * scale * u + beta, u), u = x @ H"
@@ -887,7 +901,7 @@ def _hadamard_kept(x: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, sca
     return _transform_torch(x, alpha, beta, None, scale, n_head, heads_only, u), u
 
 
-@torch.library.custom_op(f"{NAMESPACE}::hadamard_backward", mutates_args=())
+@_operator("hadamard_backward", lambda x, *_: (torch.empty_like(x), *_sums(x)))
 def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, scale: float, n_head: int, heads_only: bool,
                        kept: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "-> (scale * ((alpha * dy) @ H), sum over rows of dy * scale * u, sum over rows of dy), u = x @ H; if kept, x already is that u"
@@ -896,28 +910,6 @@ def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, s
     if _on_triton(x, n_head, heads_only, "backward"):
         return _grads_triton(x, dy, scale, n_head, heads_only, alpha)
     return (_hadamard(dy, None, None, alpha, scale, n_head, heads_only), *_hadamard_grads(x, dy, scale, n_head, heads_only))
-
-
-@_hadamard.register_fake
-def _(x, alpha, beta, pre, scale, n_head, heads_only):
-    return torch.empty_like(x)
-
-
-@_hadamard_grads.register_fake
-def _(x, dy, scale, n_head, heads_only):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.shape[1], dtype=wide), x.new_empty(x.shape[1], dtype=wide)
-
-
-@_hadamard_kept.register_fake
-def _(x, alpha, beta, scale, n_head, heads_only):
-    return torch.empty_like(x), torch.empty_like(x)
-
-
-@_hadamard_backward.register_fake
-def _(x, dy, alpha, scale, n_head, heads_only, kept):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.empty_like(x), x.new_empty(x.shape[1], dtype=wide), x.new_empty(x.shape[1], dtype=wide)
 
 
 def _save(ctx, inputs, output):
@@ -982,7 +974,8 @@ _hadamard_kept.register_autograd(_backward_kept, setup_context=_save_kept)
 _hadamard_grads.register_autograd(_backward_grads, setup_context=_save_grads)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::hadamard_norm", mutates_args=())
+@_operator("hadamard_norm", lambda x, residual, *_: (  # x.shape[0]: len(x) would fix the number of rows in compiled code
+    torch.empty_like(residual), torch.empty_like(x), x.new_empty(2, x.shape[0], dtype=torch.promote_types(residual.dtype, torch.float32))))
 def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, weight: torch.Tensor,
                    shift: torch.Tensor | None, scale: float, eps: float, rms: bool, n_head: int,
                    heads_only: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -1014,12 +1007,6 @@ def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head
     return out, (normed if shift is None else normed.add_(shift)).to(x.dtype), torch.stack((torch.zeros_like(rstd), rstd))
 
 
-@_hadamard_norm.register_fake
-def _(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
-    wide = torch.promote_types(residual.dtype, torch.float32)  # below x.shape[0]: len(x) would fix the number of rows in compiled code
-    return torch.empty_like(residual), torch.empty_like(x), x.new_empty(2, x.shape[0], dtype=wide)
-
-
 def _norm_backward_torch(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only, dstats=None):
     mean, rstd = stats[:, :, None]                                                         # (N, 1)
     unit = (out - mean) * rstd                                                             # (N, d)
@@ -1035,7 +1022,8 @@ def _norm_backward_torch(x, out, stats, dout, dnormed, alpha, weight, has_shift,
     return dx, dy, *_hadamard_grads(x, dy, scale, n_head, heads_only), (dnormed * unit).sum(0, dtype=stats.dtype), dshift
 
 
-@torch.library.custom_op(f"{NAMESPACE}::hadamard_norm_backward", mutates_args=())
+@_operator("hadamard_norm_backward", lambda x, out, stats, dout, dnormed, alpha, weight, has_shift, *_: (
+    torch.empty_like(x), torch.empty_like(out), *_sums(x), stats.new_empty(x.shape[1]), stats.new_empty(x.shape[1] if has_shift else 0)))
 def _hadamard_norm_backward(
         x: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, dout: torch.Tensor, dnormed: torch.Tensor, alpha: torch.Tensor,
         weight: torch.Tensor, has_shift: bool, scale: float, rms: bool, n_head: int, heads_only: bool
@@ -1043,13 +1031,6 @@ def _hadamard_norm_backward(
     "-> gradients of x, residual, alpha and beta (the last two fp32 or wider), weight and shift (in stats' dtype; empty if no shift)"
     run = _norm_backward_triton if _norm_on_triton(x, out, n_head, heads_only) else _norm_backward_torch
     return run(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only)
-
-
-@_hadamard_norm_backward.register_fake
-def _(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only):
-    d, wide = out.shape[1], torch.promote_types(x.dtype, torch.float32)
-    return (torch.empty_like(x), torch.empty_like(out), *(x.new_empty(d, dtype=wide) for _ in range(2)), stats.new_empty(d),
-            stats.new_empty(d if has_shift else 0))
 
 
 def _save_norm(ctx, inputs, output):
@@ -1572,10 +1553,23 @@ if triton is not None:
         return dc0
 
 
+def _fo_edges(x):
+    "How many edges there are for x (B, T, any)"
+    chunk = FO_CHUNK if x.is_cuda and triton is not None else CPU_CHUNK
+    return (x.shape[1] + chunk - 1) // chunk
+
+
+def _fo_fake(banks, c0):
+    B, T, H = banks[0].shape
+    H = H // 3 if len(banks) == 1 else H
+    x, state = banks[0], torch.promote_types(banks[0].dtype, torch.float32)
+    return x.new_empty(B, T, H), x.new_empty(B, H, dtype=state), x.new_empty(_fo_edges(x) * B * H, dtype=state)
+
+
 # One operator for both forms, told apart by the number of banks: [gates] are logits (B, T, 3H), [z, f, o] are activated, (B, T, H) each. So
 # gates come in, and their gradient goes out, as one tensor: with chunk() outside, autograd would have to join the three gradients again, at
 # nearly half of the backward pass's traffic. The third output, edges, is only for the backward pass.
-@torch.library.custom_op(f"{NAMESPACE}::fo_pool", mutates_args=())
+@_operator("fo_pool", _fo_fake)
 def _fo_op(banks: list[torch.Tensor], c0: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     act = len(banks) == 1
     z, f, o = banks[0].chunk(3, dim=-1) if act else banks
@@ -1584,21 +1578,8 @@ def _fo_op(banks: list[torch.Tensor], c0: torch.Tensor | None) -> tuple[torch.Te
     return h, c_last, edges.flatten()  # flat: compiled code would depend on whether a dimension of chunks has size 1
 
 
-def _fo_edges(x):
-    "How many edges there are for x (B, T, any)"
-    chunk = FO_CHUNK if x.is_cuda and triton is not None else CPU_CHUNK
-    return (x.shape[1] + chunk - 1) // chunk
-
-
-@_fo_op.register_fake
-def _(banks, c0):
-    B, T, H = banks[0].shape
-    H = H // 3 if len(banks) == 1 else H
-    x, state = banks[0], torch.promote_types(banks[0].dtype, torch.float32)
-    return x.new_empty(B, T, H), x.new_empty(B, H, dtype=state), x.new_empty(_fo_edges(x) * B * H, dtype=state)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::fo_pool_backward", mutates_args=())
+@_operator("fo_pool_backward", lambda banks, edges, dh, _: (
+    [torch.empty_like(x, memory_format=torch.contiguous_format) for x in banks], edges.new_empty(dh.shape[0], dh.shape[2])))
 def _fo_backward_op(banks: list[torch.Tensor], edges: torch.Tensor, dh: torch.Tensor,
                     dc_last: torch.Tensor | None) -> tuple[list[torch.Tensor], torch.Tensor]:
     act = len(banks) == 1
@@ -1608,13 +1589,6 @@ def _fo_backward_op(banks: list[torch.Tensor], edges: torch.Tensor, dh: torch.Te
     backward = _fo_backward_triton if z.is_cuda and triton is not None else _fo_backward_torch
     B, _, H = z.shape
     return grads, backward(z, f, o, edges.view(_fo_edges(z), B, H), dh, dc_last, dz, df, do, act)
-
-
-@_fo_backward_op.register_fake
-def _(banks, edges, dh, dc_last):
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in banks]
-    B, _, H = banks[0].shape
-    return grads, edges.new_empty(B, H // 3 if len(banks) == 1 else H)
 
 
 def _fo_setup_context(ctx, inputs, output):
@@ -1739,7 +1713,13 @@ def _rope_backward_torch(grads, cos, sin, out):
         out[:, :, i] = dx
 
 
-@torch.library.custom_op(f"{NAMESPACE}::rope_backward", mutates_args=())
+def _rope_fake(grads, cos, sin):
+    _check_devices("rope_backward", *grads, cos, sin)
+    B, h, T, w = grads[0].shape
+    return grads[0].new_empty(B, T, len(grads) * h * w)
+
+
+@_operator("rope_backward", _rope_fake)
 def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """grads (B, h, T, w) of q, k and of more parts, with any strides -> that of the parts side by side, (B, T, parts * h * w): those of q
     and k, whose pairs (x_2i, x_2i+1) were turned by the angles of cos and sin (T, 1, w / 2) fp32, turned back in fp32 or wider, the others
@@ -1754,10 +1734,3 @@ def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tenso
                  and cos.shape == sin.shape == (T, 1, w // 2))
     (_rope_backward_triton if by_triton else _rope_backward_torch)(grads, cos, sin, out)
     return out.flatten(2)
-
-
-@rope_backward.register_fake
-def _(grads, cos, sin):
-    _check_devices("rope_backward", *grads, cos, sin)
-    B, h, T, w = grads[0].shape
-    return grads[0].new_empty(B, T, len(grads) * h * w)
