@@ -1683,8 +1683,6 @@ if triton is not None:
                 x = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (R, W))
             tl.store(out_ptr + (u + n) * w + r * C + i, x.to(out_ptr.dtype.element_ty), live[n])
 
-    _GRID_Z = 65535  # the most that a grid's third axis may count
-
     def _rope_tile(h, w):
         "The kernel's constexprs: each of 128 threads has, in 16 bits, up to four loads of 16 bytes at a time"
         W = max(2, triton.next_power_of_2(w))
@@ -1697,10 +1695,9 @@ if triton is not None:
         with torch.cuda.device_of(out):  # Triton launches on the current device, which need not be the tensor's
             for i, dx in enumerate(grads if out.numel() else ()):
                 dx = dx if dx.stride(3) == 1 else dx.contiguous()
-                for b in range(0, B, _GRID_Z):
-                    _rope_backward_kernel[triton.cdiv(T, tile["R"]), triton.cdiv(h, tile["U"]), min(_GRID_Z, B - b)](
-                        dx[b:], *(angles if i < 2 else (None, None)), out[b:, :, i], T, h, *dx.stride()[:3], out.stride(1), **tile,
-                        num_warps=4, enable_fp_fusion=True)
+                _rope_backward_kernel[triton.cdiv(T, tile["R"]), triton.cdiv(h, tile["U"]), B](
+                    dx, *(angles if i < 2 else (None, None)), out[:, :, i], T, h, *dx.stride()[:3], out.stride(1), **tile, num_warps=4,
+                    enable_fp_fusion=True)
 
 
 def _rope_backward_torch(grads, cos, sin, out):
@@ -1731,6 +1728,6 @@ def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tenso
     B, h, T, w = grads[0].shape
     out = grads[0].new_empty(B, T, len(grads), h, w)
     by_triton = (out.is_cuda and triton is not None and out.dtype in (torch.float32, torch.bfloat16, torch.float16)
-                 and cos.shape == sin.shape == (T, 1, w // 2))
+                 and cos.shape == sin.shape == (T, 1, w // 2) and B <= 65535)  # the most that a grid's third axis may count
     (_rope_backward_triton if by_triton else _rope_backward_torch)(grads, cos, sin, out)
     return out.flatten(2)
