@@ -1152,7 +1152,6 @@ def generate_rows(args, m, copy):
                      default="sharnn,no_boom,ffn,qrnn,mean_mem,no_gates,shaq" if gpu else "sharnn,qrnn,shaq")),
     ("set", dict(action=Joined, help="name=value,.. for the GPTs (without it, on a CPU, the two books are 4 layers of 256), "
                                      "or, with --models=shaq, for SHAQ")),
-    ("shaq_set", dict(default="", action=Joined, help="the same for SHAQ")),
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile")),
     ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed")),
     ("profile", dict(type=flag01, default=False, help="then where one more step's time goes: by operators, on a GPU by kernels"))))
@@ -1161,10 +1160,9 @@ def bench_train(args):
     m = start(args)
     peak, source = peak_flops(m)
     alone = args.models == ["shaq"]
-    common, shaq = settings("shaq" if alone else "gpt", args.set or "", "--set"), settings("shaq", args.shaq_set, "--shaq_set")
-    shaq = (common if alone else {}) | shaq
-    if own := {"size", "attn", "attn_out"} & set(common) | {"preset"} & set(shaq):
-        die(f"train chooses {', '.join(sorted(own))} itself: drop it from --set or --shaq_set, and name what to time in --sizes, --presets")
+    common = settings("shaq" if alone else "gpt", args.set or "", "--set")
+    if own := ({"preset"} if alone else {"size", "attn", "attn_out"}) & set(common):
+        die(f"train chooses {', '.join(sorted(own))} itself: drop it from --set, and name what to time in --sizes, --presets")
     groups = []  # (kind, vocabulary, {name: settings}); the first of a group is what the others are compared with
     if "gpt" in args.models:
         groups += [("gpt", 256 if s == "nano" else 50257, {f"{s}, {o}": dict(size=s, attn_out=o) | common for o in OUTS})
@@ -1176,7 +1174,7 @@ def bench_train(args):
         groups.append(("gpt", 50257, {"gpt2_book": dict(size="gpt2_book") | book, "dva_book": one_head,
                                       "dva_book, outer form": one_head | dict(attn="dva_outer")}))
     if "shaq" in args.models:
-        groups.append(("shaq", 205, {p: dict(preset=p) | shaq for p in args.presets}))
+        groups.append(("shaq", 205, {p: dict(preset=p) | (common if alone else {}) for p in args.presets}))
     rows, ratios, profiles, began = [], [], {}, time.perf_counter()
 
     def measure(kind, vocabulary, variants):
