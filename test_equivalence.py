@@ -19,7 +19,6 @@ import os
 import random
 import re
 import runpy
-import shlex
 import shutil
 import signal
 import socket
@@ -6084,61 +6083,3 @@ def test_fopool_cpu_is_150_times_faster_than_the_autograd_loop():
         if ratios[-1] < 150 and share < 0.9:
             pytest.skip(f"other work is on the cores, of which a product gets {share:.0%}: {ratios[-1]:.0f} times here")
     assert max(ratios) >= 150, ratios
-
-
-# -----------------------------------------------------------------------------
-# README: what it says to type works
-
-README = (HERE / "README.md").read_text(encoding="utf-8")
-
-
-def readme_commands():
-    for block in re.findall(r"^```bash\n(.*?)^```", README, re.S | re.M):
-        for line in block.splitlines():
-            for _, group in itertools.groupby(shlex.split(line, comments=True), "&&".__ne__):
-                words = list(group)
-                if script := [i for i, word in enumerate(words) if word.endswith(".py") and "pytest" not in words]:
-                    yield Path(words[script[0]]).stem, words[script[0] + 1:]
-
-
-class Parsed(Exception):
-    pass
-
-
-def test_readme_commands_are_taken_by_their_scripts(monkeypatch):
-    seen, whole = set(), pd.Parser.parse_args
-
-    def parse_args(parser, args=None, namespace=None):
-        raise Parsed(whole(parser, args, namespace))
-
-    for script, argv in readme_commands():
-        seen.add(script)
-        if script == "bench":
-            flags = bench.parse(argv[0], argv[1:], False)
-            kind = getattr(flags, "model", "gpt")
-            for text in (getattr(flags, "set", None), *(getattr(flags, "variant", None) or ())):
-                bench.settings(kind, text, "README")
-        elif script in ("train_gpt", "train_shaq"):
-            {"train_gpt": train_gpt, "train_shaq": train_shaq}[script].parse(argv)
-        else:  # these two parse in main(), which goes on to work
-            with monkeypatch.context() as patch:
-                patch.setattr(pd.Parser, "parse_args", parse_args)
-                patch.setattr(sys, "argv", [script, *argv])
-                with pytest.raises(Parsed):
-                    {"model": model_py, "prepare_data": pd}[script].main()
-    assert seen == {"bench", "model", "prepare_data", "train_gpt", "train_shaq"}
-
-
-def test_readme_example_computes_what_the_model_does():
-    names = {}
-    exec(re.search(r"^```python\n(.*?)^```", README, re.S | re.M)[1], names)
-    out, y, d = names["HadamardOut"](24, n_layer=2), torch.randn(2, 3, 24), 24
-    torch.testing.assert_close(out(y), out.alpha[0] * y @ hadamard_matrix(d) / d ** 0.5)
-    assert out.alpha[0].item() == GPT(GPTConfig(attn_out="hadamard", n_embd=24, n_head=4, n_layer=2, vocab_size=7)).h[0].attn.alpha[0].item()
-    q, k, v, q_r, k_r = torch.randn(5, 2, 1, 6, 8)
-    w = (q @ k.mT / 8 ** 0.5 + torch.full((6, 6), -math.inf).triu(1)).softmax(-1)
-    torch.testing.assert_close(names["dva"](q, k, v, q_r, k_r), w @ v + q_r * (w @ k_r))
-    gates = torch.randn(2, 5, 9)
-    h, c = names["recurrence"](gates)
-    first, c = names["recurrence"](gates[:, :2])
-    torch.testing.assert_close(torch.cat((first, names["recurrence"](gates[:, 2:], c)[0]), 1), h)
