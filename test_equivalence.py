@@ -19,6 +19,7 @@ import os
 import random
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import socket
@@ -603,6 +604,38 @@ def test_operators_refuse_forward_mode():
         refuses(lambda: torch.func.jvp(f, (x,), (x,)), "reverse mode only", kind=NotImplementedError)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, of its vmap
+def test_operators_refuse_torch_func_as_readme_says():
+    section = (HERE / "README.md").read_text(encoding="utf-8").split("\n## 4. ")[1].split("<details>")[0]
+    no_grad, no_vmap = re.findall(r'\("(\w[^"]{20,})"\)', section)
+    x, v, many = torch.randn(3, 12), torch.randn(12), torch.randn(2, 3, 12)
+    hadamard = (hadamard_transform, lambda x: hadamard_affine(x, v, v), lambda x: hadamard_affine_norm(x, v, v, x, v)[0])
+    others = (lambda x: kernels.qrnn_pool(x[None])[0], lambda x: kernels.fo_pool(x[None], x[None], x[None])[0],
+              lambda x: attention(*[x[None, None]] * 3), lambda x: attention(*[x[None, None]] * 5))
+    one = lambda x: attention(x[None, None, -1:], *[x[None, None]] * 2)  # one query: PyTorch's own operator takes them
+    for f in (*hadamard, *others):
+        with pytest.raises(RuntimeError, match=no_grad):
+            torch.func.grad(lambda x: f(x).sum())(x)
+    for f in others:
+        with pytest.raises(RuntimeError, match=no_vmap):
+            torch.func.vmap(f)(many)
+    for f in (*hadamard, one):
+        torch.testing.assert_close(torch.func.vmap(f)(many), torch.stack([*map(f, many)]))
+    assert torch.func.grad(lambda x: one(x).sum())(x).shape == x.shape
+
+
+@needs_triton
+def test_operators_without_triton_where_it_is_turned_off(monkeypatch, request):
+    x, gates = torch.randn(2, 64).as_subclass(Cuda), torch.randn(1, 4, 48).as_subclass(Cuda)
+    paths = lambda: (kernels.hadamard_path(64, "cuda"), hadamard_norm_is_fused(64), kernels._on_triton(x, 1, False), kernels._fo_edges(gates))
+    monkeypatch.setattr(kernels, "CPU_CHUNK", 2)
+    assert paths() == ("Triton kernel", True, True, 1)
+    monkeypatch.setattr(kernels, "triton", None)
+    request.addfinalizer(kernels._plan.cache_clear)
+    kernels._plan.cache_clear()  # as right after the import
+    assert paths() == ("PyTorch, as Triton is not installed", False, False, 2)
+
+
 def test_hadamard_triton_takes_what_it_can_hold():
     takes = lambda dtype, d: kernels._on_triton(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, d), element_size=lambda: 4), 1, False)
     assert not takes(torch.int32, 64) and not takes(torch.float64, 64) and not takes(torch.float32, 2**17)
@@ -1144,6 +1177,33 @@ def test_gpt_sees_no_later_token_and_rope_only_distances():
     far = torch.arange(100_001, dtype=torch.float64)[:, None, None] * 10000 ** (-torch.arange(4, dtype=torch.float64) / 4)
     for table, exact in zip(model_py.rope_table(100_001, 8), (far.cos(), far.sin())):
         assert (table - exact).abs().max() < 4e-8  # rounded once
+
+
+def test_gpt_takes_the_norm_in_one_pass_where_an_h200_was_faster_so():
+    "Up to 768, or over heads only: wider rows fit one kernel too, but two steps were faster"
+    layers = (768, 12, "hadamard"), (1024, 16, "head_hadamard"), (1024, 16, "hadamard"), (768, 12, "identity"), (768, 12, "dense")
+    took = [Attention(GPTConfig(n_head=h, n_embd=d, attn_out=out)).one_pass for d, h, out in layers]
+    assert [*took, hadamard_norm_is_fused(1024, 16)] == [kernels.triton is not None and yes for yes in (1, 1, 0, 0, 0, 1)]
+
+
+def test_gpt_learned_positions_and_dvas_matrices_start_as_all_others_do():
+    "GPT-2's normal(0, 0.02); with init=torch embeddings normal(0, 1), matrices uniform up to 1 / sqrt(d)"
+    config, d = dict(n_layer=2, n_head=1, n_embd=192, block_size=64, vocab_size=97, mlp="none", pos="learned", tie_weights=False), 192
+    for (attn, n), (init, std) in itertools.product((("mha", 3), ("dva", 5), ("dva_outer", 5)), (("gpt2", 0.02), ("torch", 1))):
+        m = GPT(GPTConfig(**config, attn=attn, init=init))
+        for w in (m.wte.weight, m.wpe.weight, *m.h[1].attn.c_attn.weight.chunk(n)):
+            if init == "torch" and len(w) == d:
+                assert 0.99 < w.abs().max() * d ** 0.5 <= 1 and abs(w.std() * (3 * d) ** 0.5 - 1) < 0.05
+            else:
+                assert abs(w.std() / std - 1) < 0.05 and w.abs().max() / std > 3
+
+
+def test_gpt_dropout_is_on_the_sum_of_both_embeddings():
+    m, idx, seen = make(pos="learned", dropout=0.5).train(), torch.randint(0, 97, (8, 16)), []
+    m.h[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    m(idx)
+    y, whole = seen[0], m.wte(idx) + m.wpe.weight
+    assert torch.equal(y, torch.where(y == 0, 0, 2 * whole)) and abs((y == 0).float().mean() - 0.5) < 0.05
 
 
 @pytest.mark.parametrize("out", ["hadamard", "head_hadamard", "identity"])
@@ -2517,6 +2577,14 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     one_line(train("--resume"), "ckpt.pt", "size mismatch", "another version", "[...])")
     torch.save(ckpt | dict(config=ckpt["config"] | dict(attn_out="new")), path)
     one_line(train("--resume"), "ckpt.pt", "(attn_out='new': expected", "another version")
+
+
+def test_train_resume_takes_another_eval_tokens(train, monkeypatch):
+    asked, evaluate = [], train_gpt.evaluate
+    monkeypatch.setattr(train_gpt, "evaluate", lambda model, tokens, n, *a: asked.append(n) or evaluate(model, tokens, n, *a))
+    for flags in (["--max_steps=1"], ["--resume", "--max_steps=2", "--eval_tokens=64"], ["--resume", "--max_steps=3"]):
+        ended(train(*flags))
+    assert asked == [1024, 1024, 64, 64]  # typed once, it stays
 
 
 def test_train_folder_that_cannot_be_written_is_one_line(train, tmp_path):
@@ -4720,6 +4788,73 @@ def test_help_says_every_default_or_what_decides_it(script, without, capsys):
     assert ("gpt2_book and dva_book have other defaults than those below" in " ".join(said.split())) == (script is train_gpt)
 
 
+def test_help_says_the_defaults_that_settle_takes(capsys):
+    "On CUDA and elsewhere, or for tiny and nano, wherever it says a number or a name"
+    there = r"(\S+) for tiny$", "^([^ ,]+)(?:,|$| on CUDA)", r"for nano, else (\S+)$"
+    here = r"(\S+) for nano", r"nano (\S+),", r"else (\S+)$", "^([^ ,]+)(?:,|$)"
+    for script, unsaid in ((train_gpt, set()), (train_shaq, {"min_lr"})):
+        with pytest.raises(SystemExit):
+            script.parse(["--help"])
+        flags = [" ".join(f.split()) for f in capsys.readouterr().out.split("\n  --")[1:]]
+        said = {f.split()[0]: re.search(r"\(default (.+?)\)", f)[1] for f in flags if "(default " in f}
+        compared = set()
+        for device, forms in (("cuda", there), ("cpu", here)):
+            s, c = script.settle({}, {}, SimpleNamespace(device=torch.device(device)))
+            s = (asdict(GPTConfig()) if script is train_gpt else {}) | c | s
+            found = {name: [f[1] for f in (re.search(form, said[name]) for form in forms) if f][:1] for name in said.keys() & s.keys() - {"compile"}}
+            for name, text in ((name, text) for name, texts in found.items() for text in texts):
+                assert s[name] == (eval(text.replace("^", "**")) if text[0].isdigit() else 2**62 if text == "all" else text), (name, device, text)
+                compared.add(name)
+        assert said.keys() - compared == {"device", "dtype", "compile"} | unsaid
+    assert said["max_steps"].split()[0] == str(train_shaq.PAPER["epochs"])
+
+
+def test_help_and_readme_name_commands_that_the_scripts_take(monkeypatch, capsys):
+    "Every command of README.md and of the scripts' docstrings is parsed by its script, which ends there"
+    def parse_args(self, args=None, namespace=None, real=pd.Parser.parse_args):
+        raise StopIteration(real(self, args, namespace))
+
+    readme, tests = ((HERE / name).read_text(encoding="utf-8") for name in ("README.md", "test_equivalence.py"))
+    scripts, seen = {f"{s.__name__}.py": s for s in (bench, model_py, pd, train_gpt, train_shaq)}, set()
+    lines = [line for block in re.findall("```bash\n(.*?)```", readme, re.S) for line in block.splitlines() if line[:1] not in ("", "#")]
+    assert len(lines) > 40
+    lines += re.findall("`(python [^`]+)`", readme)
+    lines += re.findall("^ +((?:python|torchrun) .*?)(?:   |$)", "\n".join(s.__doc__ or "" for s in scripts.values()), re.M)
+    for line, words in ((line, shlex.split(part, comments=True)) for line in lines for part in line.split(" && ")):
+        at = next((i for i, word in enumerate(words) if word in scripts), None)
+        if at is None:
+            assert words[:2] in (["pip", "install"], ["python", "-c"]) or words[:3] == ["python", "-m", "pytest"], line
+            names = re.findall(r"\w+", words[words.index("-k") + 1]) if "-k" in words else ()
+            assert all(name == "or" or re.search(rf"def test_\w*{name}", tests) for name in names), line
+            continue
+        assert words[at - 1] == "python" or words[0] == "torchrun", line
+        with monkeypatch.context() as patch, pytest.raises(StopIteration) as parsed:
+            patch.setattr(sys, "argv", words[at:])
+            patch.setattr(pd.Parser, "parse_args", parse_args)
+            scripts[words[at]].main()
+        seen.add(words[at])
+        args = vars(parsed.value.value)
+        kind = "shaq" if "shaq" in (args.get("model"), *(args.get("models") or ())[:1]) else "gpt"
+        for text in (args.get("set"), *(args.get("variant") or ())):
+            bench.settings(kind, text, line)
+    assert seen == scripts.keys() and capsys.readouterr() == ("", "")
+
+
+def test_readme_example_runs():
+    exec(re.search(r"```python\n(.*?)```", (HERE / "README.md").read_text(encoding="utf-8"), re.S)[1], example := {})
+    y, (q, k, v, q_r, k_r), gates = torch.randn(2, 5, 48), torch.randn(5, 2, 1, 6, 8), torch.randn(2, 6, 24)
+    out = example["HadamardOut"](48, 3)
+    own = GPT(GPTConfig(n_layer=3, n_head=1, n_embd=48, block_size=8, vocab_size=8, attn_out="hadamard")).h[0].attn
+    assert {n: p.tolist() for n, p in out.named_parameters()} == dict(alpha=own.alpha.tolist(), beta=own.beta.tolist())  # they start as the model's
+    assert error(out(y), 0.02 * (48 / 6) ** 0.5 * y.double() @ layer_matrix(48, 1, False)) < 1e-6
+    S = (q @ k.mT / 8 ** 0.5).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf).softmax(-1)
+    assert error(example["dva"](q, k, v, q_r, k_r), (S @ v + q_r * (S @ k_r)).double()) < 1e-6
+    assert error(attention(q, k, v, q_r, k_r), ((S * (q_r @ v.mT)) @ k_r).double()) < 1e-6  # as its comment says
+    (whole, end), (_, c) = example["recurrence"](gates), example["recurrence"](gates[:, :4])
+    torch.testing.assert_close(example["recurrence"](gates[:, 4:], c), (whole[:, 4:], end))
+    assert whole.shape == (2, 6, 8) and example["recurrence"](gates.bfloat16())[1].dtype == torch.float32
+
+
 def test_data_small_promises(toy, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(pd, "time", SimpleNamespace(perf_counter=lambda: 12.0))
@@ -4813,6 +4948,19 @@ def test_data_gpt2_tokens_of_war_and_peace():
     assert pd.tokenize(text.encode(), "gpt2", "").tolist() == whole
     assert [i for chunk in pd.safe_chunks(text, 500) for i in pd.gpt2().encode_ordinary(chunk)] == whole
     assert len(whole) == 853_115 or len(text) != 3_226_640
+
+
+@pytest.mark.parametrize("engine", ["toy", "GPT-2's"])
+def test_data_own_text_in_gpt2_tokens(engine, request, tmp_path, capsys):
+    if engine == "toy":
+        request.getfixturevalue("toy")
+    elif not os.path.exists(os.path.join(os.environ.get("TIKTOKEN_CACHE_DIR", ""), "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4")):
+        pytest.skip("TIKTOKEN_CACHE_DIR holds no GPT-2 tokenizer's file")
+    (tmp_path / "a.txt").write_text(text := "Hello world" * 30)
+    pd.main(["--input", f"{tmp_path}/a.txt", "--name=a", "--tokenizer=gpt2", f"--data_dir={tmp_path}"])
+    d = pd.load_dataset("a", str(tmp_path))
+    assert (d.tokenizer, d.vocab_size, pd.decode(d.tokenizer, [*d.train[:], *d.val[:]])) == ("gpt2", 50257, text)
+    assert engine == "toy" or d.train[:4].tolist() == [15496, 995, 15496, 995]  # as OpenAI's encoder has them
 
 
 def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, monkeypatch):
@@ -4911,6 +5059,31 @@ def test_bench_params_are_the_papers(tmp_path, capsys):
     chosen = [bench.start(bench.parse("params", ["--device=cpu", f"--dtype={dtype}"], False)).dtype for dtype in ("float32", "bfloat16")]
     assert chosen == [torch.float32, torch.bfloat16]  # whatever would be faster
     fails(capsys, lambda: bench.main(["params", f"--device={ABSENT}"]), "take --device=cpu")
+
+
+def test_bench_papers_figures_are_the_papers():
+    "What bench.py holds of them against what the papers print of the same: their differences, and README's column"
+    gains = lambda pairs: [round(100 * (b / a - 1), 1) for a, b in pairs]
+    prefill, decode, v1 = ([*map(list, bench.PREFILL.values())], *(bench.DECODE[how] for how in ((2048, 64), (1024, 16))))
+    assert [*bench.PREFILL] == [*decode] == ["tiny", "small", "base", "large"]
+    assert gains((a[1], b[1]) for a, b in prefill) == [4.0, 5.3, 6.2, 7.0] and gains(decode.values()) == [1.7, 2.2, 3.8, 3.6]
+    assert [[round(y - x, 3) for x, y in zip(*pair)] for pair in prefill] == [
+        [-0.791, 6007, -37], [-1.495, 2802, -97], [-3.153, 1664, -215], [-4.657, 1130, -383]]  # ms, tokens/s, MB
+    assert [b - a for a, b in decode.values()] == [910, 431, 412, 287]
+    assert dict(zip(v1, gains(v1.values()))) == dict(tiny=-1.3, small=3.8, base=4.2, medium_v1=4.7, large_v1=6.2, xl_v1=6.2, xxl_v1=6.6)  # 4.15: it prints 4.1
+    assert bench.PERPLEXITY == dict(small=(1.55e19, 21.54, 21.39), base=(6.61e19, 17.41, 17.35), large=(2.06e20, 16.17, 15.70))
+    rows = dict(small=("65.9 32.6 27.0 39.4 80.4", "64.3 31.6 29.8 38.1 80.0"), base=("68.1 38.7 30.0 43.5 80.5", "67.3 38.1 28.8 42.0 80.8"),
+                large=("70.8 46.1 32.8 45.1 81.0", "70.9 44.6 31.5 45.9 81.6"))  # v1's table 4
+    tasks = "piqa", "hellaswag", "openbookqa", "arc_easy", "blimp"
+    assert bench.ZERO_SHOT == {size: dict(zip(tasks, zip(*(map(float, row.split()) for row in pair)))) for size, pair in rows.items()}
+    hours, bpc = ({name: row[i] for name, row in bench.ABLATIONS.items() if row[i]} for i in (0, 2))
+    assert hours == dict(sharnn=2.16, no_boom=1.84, ffn=2.33, qrnn=0.92, mean_mem=2.03, no_gates=2.12, shaq=18.5 / 32)
+    assert (bpc["sharnn"], bpc["attn3"]) == (1.208, 1.146)  # README's baselines
+    table = (HERE / "README.md").read_text(encoding="utf-8").split("| `--preset` | what changes | paper |")[1].split("\n\n")[0]
+    column = {name: re.findall(r"[-+]?\d[\d.]*", cell)[-1] for name, cell in re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", table, re.M)}
+    assert column.pop("sharnn") == "1.208" and column.keys() == bpc.keys() - {"sharnn", "attn3"}
+    for name, text in column.items():
+        assert float(text) == round(bpc[name] - bpc["sharnn" if name in hours else "attn3"], len(text.split(".")[1])), name
 
 
 def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
@@ -5566,6 +5739,16 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     assert compared("--model=shaq", "--set=", "--variant=", "--variant=lr=1") == [{}, dict(lr=1)]
     assert compared("--set=", "--set=lr=2,n_layer=3", "--set=", "--variant=", "--variant=lr=1") == [
         dict(lr=2, n_layer=3), dict(lr=1, n_layer=3)]
+    default = bench.parse("compare", [], False)
+    assert (default.seeds, default.seed, default.equal) == (5, 1, "steps")  # as README's first commands leave them out
+    monkeypatch.setattr(bench, "reproducible", lambda m: None)
+    for kind, script in (("gpt", train_gpt), ("shaq", train_shaq)):  # on a GPU: the model, rate and length that the script takes on a CPU
+        with monkeypatch.context() as patch:
+            patch.setattr(bench, "start", lambda args: model_py.Machine(torch.device("cuda"), torch.float32, 0, 1, ""))
+            typed = compared(f"--model={kind}")[-1]
+        (mine, c), (cpu, theirs) = (script.settle(given, {}, SimpleNamespace(device=torch.device(on))) for given, on in ((typed, "cuda"), ({}, "cpu")))
+        assert [mine[k] for k in ("lr", "max_steps", "warmup_steps")] == [cpu[k] for k in ("lr", "max_steps", "warmup_steps")]
+        assert {k: c[k] for k in theirs} == theirs
     for given, batch in ((), 2048), (("--set=",), None):  # named and empty is no setting; not named, a CPU's
         compared(*given, what="scaling")
         assert made[0].get("batch_tokens") == batch
@@ -5869,6 +6052,17 @@ def test_bench_plot_draws_what_the_records_say(capsys):
     for new, points in ((64, [[2048, 52820]]), (1, [])):  # the paper's, where it measured the same
         (_, fig), = bench.plot_decode(plt, [dict(size="tiny", T=1, batch=2048, variant="dense", tokens_per_s=7, new_tokens=new)])
         assert [line.get_xydata()[0].tolist() for line in fig.axes[0].lines if str(line.get_label()).startswith("paper")] == points
+    plt.close("all")
+
+
+def test_bench_plot_draws_the_run_that_it_is_told(tmp_path, monkeypatch):
+    plt, drawn = pytest.importorskip("matplotlib.pyplot"), []
+    monkeypatch.setattr(bench, "plot_compare", lambda plt, rows: drawn.append([r["n"] for r in rows]) or [("compare", plt.figure())])
+    (tmp_path / "compare.jsonl").write_text("".join(json.dumps(dict(run=f"2026-11-0{day} 10:00:00, process 7", hardware="", n=n)) + "\n"
+                                                    for n, day in enumerate((1, 1, 2))))
+    for flags in ([], ["--run=2026-11-01 10:00:00"], ["--run=2026-11-02 10:00:00, process 7"]):
+        bench.main(["plot", f"--records={tmp_path}", f"--assets={tmp_path}", *flags])
+    assert drawn == [[2], [0, 1], [2]] and (tmp_path / "compare.png").exists()
     plt.close("all")
 
 
