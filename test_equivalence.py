@@ -660,11 +660,14 @@ def test_hadamard_triton_takes_what_it_can_hold():
     ("pool", lambda mine, x: mine.qrnn_pool(x[None, :, :48])[0]),
     ("attention", lambda mine, x: mine.attention(*[x.view(1, 2, 24, 8)] * 3) + mine.attention(*[x.view(1, 2, 24, 8)] * 5)),
     ("QRNN", lambda mine, x: (torch.manual_seed(0), mine.QRNN(SimpleNamespace(n_embd=96, qrnn_window=2))(x[None])[0])[1]),
-    ("LAMB", lambda mine, x: (w := x.detach().clone(), setattr(w, "grad", w * w), mine.LAMB([w]).step(), x * w)[-1])])
+    ("LAMB", lambda mine, x: (w := x.detach().clone(), setattr(w, "grad", w * w), mine.LAMB([w]).step(), x * w)[-1]),
+    ("rope", lambda mine, x: x * mine.rope_backward([x.detach().view(1, 2, 24, 8)] * 3, *model_py.rope_table(24, 8)).view(3, 4, 96)[0])])
 def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypatch):
     rule = "# " + "-" * 77 + "\n"
     text, model = ((HERE / name).read_text(encoding="utf-8") for name in ("kernels.py", "model.py"))
     top, bottom = text.split(rule + "# fo-pooling:")
+    table = (HERE / "README.md").read_text(encoding="utf-8").split("| what | lines |")[1].split("\n\n")[0]
+    assert {text.count(rule + comment) for comment in re.findall("`(# [^`]+)`", table)} == {1}  # where to cut
     head, pool = "import math\nimport torch\nimport torch.nn.functional as F\n", top.split(rule)[0] + "#" + bottom
 
     def of_model(name):
@@ -672,6 +675,7 @@ def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypa
         return model[start:model.index("\n\n\n", start)] + "\n\n\n"
 
     source = dict(matrix=top.split(rule + "# PyTorch path.")[0], transform=top, pool=pool,
+                  rope=top.split(rule)[0] + "#" + bottom.split(rule + "# Rotary positions backward")[1],
                   attention=head + top[top.index("def _check_devices("):top.index("# ---")]
                   + model[model.index("def product_dtype("):model.index("def up_to(")],
                   QRNN=pool + "from torch import nn\n" + "".join(map(of_model, ("def product_dtype", "def last(", "class QRNN"))),
@@ -695,6 +699,25 @@ def test_a_copy_of_an_operator_leaves_the_original_alone(tmp_path):
     assert hadamard_affine_norm(x, v, v, x, v)[0].tolist() == [[4, 2, 2, 2]]
     names = {runpy.run_path(str(HERE / "model.py"), run_name=name)["NAMESPACE"] for name in ("3é-model", "3è-model")}
     assert len(names) == 2  # and both are names that PyTorch takes
+
+
+def test_model_and_kernels_need_no_other_file_and_no_other_package(tmp_path, monkeypatch):
+    for name, more in (("kernels", set()), ("model", {"kernels"})):
+        imported = set(re.findall(r"^(?:import|from) (\w+)", (HERE / f"{name}.py").read_text(encoding="utf-8"), re.M))
+        assert imported - sys.stdlib_module_names == {"torch"} | more
+    for name in ("prepare_data", "train_gpt", "train_shaq", "bench", "tiktoken"):
+        monkeypatch.setitem(sys.modules, name, None)  # to import it is an error
+    spec = importlib.util.spec_from_file_location("model_alone", HERE / "model.py")
+    spec.loader.exec_module(alone := importlib.util.module_from_spec(spec))
+    idx, gpt, shaq = torch.randint(0, 97, (2, 9)), small_gpt(), tiny_shaq()
+    for theirs, x in ((gpt, idx), (shaq, idx % 11)):
+        save_model(tmp_path / "ckpt.pt", theirs)
+        m = alone.model_of(alone.load_checkpoint(str(tmp_path / "ckpt.pt"))).to(alone.machine("cpu", "float32").device)
+        assert type(m) is getattr(alone, type(theirs).__name__) is not type(theirs)
+        loss = m(x, x)  # SHAQ's with its state
+        (loss[0] if isinstance(loss, tuple) else loss).backward()
+        alone.LAMB(m.parameters()).step()
+        m.generate(x, 2)
 
 
 # -----------------------------------------------------------------------------
