@@ -3806,6 +3806,11 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     n = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2
     one_line(train_shaq_here(f"--bptt={n + 1}"), f"--bptt={n + 1}", f"{n:,} tokens of a stream", "lower --bptt or --batch")
     ended(train_shaq_here(f"--bptt={n}", "--max_steps=0", "--mem_len=9", out="one"))
+    n, rest = divmod(len(pd.load_dataset("mine", str(tmp_path / "data")).train), 7)
+    assert not rest  # seven streams would be the whole split, but the last needs a token more, as a target
+    one_line(train_shaq_here("--batch=7", f"--bptt={n}"), f"{n - 1:,} tokens of a stream")
+    whole = ended(train_shaq_here("--batch=7", f"--bptt={n - 1}", "--max_steps=4", out="whole"))[3]
+    assert sum(r["tokens"] for r in whole if "loss" in r) > 7 * (n - 1)  # read to its end, and on
     one_line(train_shaq_here(f"--device={ABSENT}"), "take --device=cpu")
     one_line(train_shaq_here("--memory=mean", "--mem_len=20"), "mem_len=20", "--bptt")  # whose name it has here
     ended(train_shaq_here("--max_steps=0", "--n_embd=8"))
@@ -5320,7 +5325,9 @@ def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, c
     flags = common(bench_data, f"block_size=4800,batch_tokens=4800,max_steps=1,{small}")  # all there is: none to predict the last
     fails(capsys, lambda: bench.main(["compare", flags, *CPU]), "has 4,800 tokens, one window takes 4801: lower block_size")
     for model, text, words in (("gpt", f"block_size=96,batch_tokens=256,max_steps=1,{small}", "256 is no multiple of block_size=96"),
-                               ("shaq", "n_embd=8,bptt=500,batch=100,max_steps=1", "bptt=500: expected at most the 431 tokens")):
+                               ("shaq", "n_embd=8,bptt=500,batch=100,max_steps=1", "bptt=500: expected at most the 431 tokens"),
+                               # 43,199 are 13 x 3,323, but the last stream needs a token more, as a target
+                               ("shaq", "n_embd=8,bptt=3323,batch=13,max_steps=1", "bptt=3323: expected at most the 3,322 tokens")):
         fails(capsys, lambda: bench.main(["compare", f"--model={model}", common(bench_data, text), *CPU]), words)
     for text, word in (("", "batch_tokens"), ("batch_tokens=256,block_size=32,eval_tokens=64,max_steps=1,", "eval_windows than the first")):
         argv = ["compare", common(bench_data, text + small), "--variant=size=nano", "--variant=size=gpt2_book", *CPU]
@@ -5763,8 +5770,10 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
             bench.main([what, *argv, *CPU])
         return made[:-1]
 
-    assert [(t["attn_out"], t["n_embd"], t["max_steps"]) for t in compared()] == [(out, 64, 100) for out in bench.OUTS]
-    assert [(t["preset"], t["n_embd"], t["max_steps"]) for t in compared("--model=shaq")] == [("sharnn", 64, 100), ("shaq", 64, 100)]
+    small = dict(n_embd=64, max_steps=100, warmup_steps=10, eval_tokens=8192)  # what a command without --set takes on a CPU: seconds
+    gpt = small | dict(n_layer=2, n_head=4, block_size=128, batch_tokens=1024, lr=4e-3)
+    assert compared() == [gpt | dict(attn_out=out) for out in bench.OUTS]
+    assert compared("--model=shaq") == [small | dict(bptt=64, preset=preset) for preset in ("sharnn", "shaq")]
     assert compared("--model=shaq", "--set=", "--variant=", "--variant=lr=1") == [{}, dict(lr=1)]
     assert compared("--set=", "--set=lr=2,n_layer=3", "--set=", "--variant=", "--variant=lr=1") == [
         dict(lr=2, n_layer=3), dict(lr=1, n_layer=3)]
