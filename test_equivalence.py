@@ -4846,10 +4846,12 @@ def test_help_says_the_defaults_that_settle_takes(capsys):
 def test_help_and_readme_name_commands_that_the_scripts_take(monkeypatch, capsys):
     "Every command of README.md and of the scripts' docstrings is parsed by its script, which ends there"
     def parse_args(self, args=None, namespace=None, real=pd.Parser.parse_args):
+        known.update(self._option_string_actions)
         raise StopIteration(real(self, args, namespace))
 
     readme, tests = ((HERE / name).read_text(encoding="utf-8") for name in ("README.md", "test_equivalence.py"))
     scripts, seen = {f"{s.__name__}.py": s for s in (bench, model_py, pd, train_gpt, train_shaq)}, set()
+    known = {"--nproc_per_node", "--max_restarts", "--index-url"}  # torchrun's and pip's
     lines = [line for block in re.findall("```bash\n(.*?)```", readme, re.S) for line in block.splitlines() if line[:1] not in ("", "#")]
     assert len(lines) > 40
     lines += re.findall("`(python [^`]+)`", readme)
@@ -4860,6 +4862,9 @@ def test_help_and_readme_name_commands_that_the_scripts_take(monkeypatch, capsys
             assert words[:2] in (["pip", "install"], ["python", "-c"]) or words[:3] == ["python", "-m", "pytest"], line
             names = re.findall(r"\w+", words[words.index("-k") + 1]) if "-k" in words else ()
             assert all(name == "or" or re.search(rf"def test_\w*{name}", tests) for name in names), line
+            if words[1] == "-c":
+                exec(words[2], {})
+                assert capsys.readouterr().out
             continue
         assert words[at - 1] == "python" or words[0] == "torchrun", line
         with monkeypatch.context() as patch, pytest.raises(StopIteration) as parsed:
@@ -4872,6 +4877,7 @@ def test_help_and_readme_name_commands_that_the_scripts_take(monkeypatch, capsys
         for text in (args.get("set"), *(args.get("variant") or ())):
             bench.settings(kind, text, line)
     assert seen == scripts.keys() and capsys.readouterr() == ("", "")
+    assert set(re.findall(r"--\w[\w-]*", readme)) <= known  # in what is no command, too
 
 
 def test_readme_example_runs():
@@ -5113,9 +5119,16 @@ def test_bench_papers_figures_are_the_papers():
     hours, bpc = ({name: row[i] for name, row in bench.ABLATIONS.items() if row[i]} for i in (0, 2))
     assert hours == dict(sharnn=2.16, no_boom=1.84, ffn=2.33, qrnn=0.92, mean_mem=2.03, no_gates=2.12, shaq=18.5 / 32)
     assert (bpc["sharnn"], bpc["attn3"]) == (1.208, 1.146)  # README's baselines
-    table = (HERE / "README.md").read_text(encoding="utf-8").split("| `--preset` | what changes | paper |")[1].split("\n\n")[0]
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
+    table = readme.split("| `--preset` | what changes | paper |")[1].split("\n\n")[0]
     column = {name: re.findall(r"[-+]?\d[\d.]*", cell)[-1] for name, cell in re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", table, re.M)}
     assert column.pop("sharnn") == "1.208" and column.keys() == bpc.keys() - {"sharnn", "attn3"}
+    speeds = re.findall(r"^\| (prefill|decoding), `(\w+)` \|.*\| \+(\S+)%(?: \([^+]*\+(\S+)%\))? \|$", readme, re.M)  # by tokens/s, by latency
+    assert len(speeds) == 5
+    for what, size, *shown in speeds:
+        pair = bench.PREFILL[size] if what == "prefill" else bench.DECODE[2048, 64][size]
+        (ms, rate, _), (our_ms, our_rate, _) = pair if what == "prefill" else ((0, n, 0) for n in pair)
+        assert shown == [f"{100 * (our_rate / rate - 1):.1f}", f"{100 * (ms / our_ms - 1):.1f}" if ms else ""], size
     for name, text in column.items():
         assert float(text) == round(bpc[name] - bpc["sharnn" if name in hours else "attn3"], len(text.split(".")[1])), name
 
