@@ -287,12 +287,15 @@ class Log:
         self.file.seek(0)
         lines = self.file.read().splitlines(True) if resume_step is not None else []
         keep = 0  # bytes
-        with contextlib.suppress(ValueError, TypeError, AttributeError):  # up to a line that a crash cut short
+        try:
             for line in lines:
                 record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
                 if record.get("step", -1) >= resume_step + (evaluated and "val_loss" in record) or not line.endswith(b"\n"):
                     break
                 keep += len(line)
+        except (ValueError, TypeError, AttributeError):  # a line that a crash cut short is the last
+            if line != lines[-1]:
+                warn(f"note: {path}, line {lines.index(line) + 1} is damaged; it and all that follows is dropped")
         self.file.truncate(keep)
         self(**first)
 

@@ -4715,7 +4715,7 @@ def test_data_ctrl_c_while_a_checkpoint_is_written_is_no_failed_write(tmp_path, 
 
 
 @pytest.mark.parametrize("damage", ["[]", "null", "3", '{"step": null}', "\0\0\0", '{"ste'])
-def test_data_a_log_is_gone_on_with_from_the_checkpoint_and_a_damaged_one_from_its_whole_part(tmp_path, damage):
+def test_data_a_log_is_gone_on_with_from_the_checkpoint_and_a_damaged_one_from_its_whole_part(tmp_path, capsys, damage):
     path = str(tmp_path / "log.jsonl")
     for evaluated in (True, False):  # if not, the evaluation of step 2 comes again
         (tmp_path / "log.jsonl").write_text(
@@ -4727,6 +4727,7 @@ def test_data_a_log_is_gone_on_with_from_the_checkpoint_and_a_damaged_one_from_i
         (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n" * (not last))
         pd.Log(path, dict(resumed=True), resume_step=2).file.close()
         assert records(tmp_path) == [dict(settings={}), dict(step=0), dict(resumed=True)]
+        assert ("line 3 is damaged" in capsys.readouterr().err) == (not last)
 
 
 @pytest.mark.parametrize("earlier", [[], ["ckpt.pt"]])
