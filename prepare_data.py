@@ -52,6 +52,8 @@ import numpy as np
 
 def die(message, status=1):
     """Print one line on stderr and exit: for whatever a user can cause and can put right."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # mostly all of torchrun's processes have the same to say, and it ends the others at once
+        time.sleep(1)
     # a half-finished progress line is ended first
     warn("\n" * progress.open + f"error: {' '.join(str(message).split())}")
     raise SystemExit(status)

@@ -4809,6 +4809,10 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys, monkeypatch)
     with pytest.raises(SystemExit, match="2"):
         parser.parse_args(["--compile=maybe"])
     assert capsys.readouterr().err == ""
+    waited = []  # long enough for torchrun to end them, where the first process of the machine has said the same
+    monkeypatch.setattr(pd.time, "sleep", waited.append)
+    fails(capsys, lambda: pd.die("no such model"), "error: no such model")
+    assert waited == [1]
 
 
 @pytest.mark.parametrize("script, without", [(train_gpt, ["resume"]), (train_shaq, [
