@@ -322,15 +322,8 @@ def test_hadamard_gradients_of_vectors_are_summed_block_by_block():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_hadamard_affine_rows_by_batch_norm_and_as_off_the_cpu(tmp_path, dtype):
+def test_hadamard_affine_rows_by_batch_norm_and_as_off_the_cpu(dtype):
     "On a CPU BatchNorm's operators do it in 16 bits, elsewhere plain ones: rounded once, sums in fp32, whatever the rows and the numbers"
-    text = (HERE / "kernels.py").read_text(encoding="utf-8")
-    for check in ('elif x.device.type == "cpu":', 'if u.device.type == "cpu" and len(u):'):
-        assert text.count(check) == 1
-        text = text.replace(check, check.split()[0] + " False:")
-    (tmp_path / "elsewhere.py").write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("elsewhere", tmp_path / "elsewhere.py")
-    spec.loader.exec_module(elsewhere := importlib.util.module_from_spec(spec))
     wide = torch.promote_types(dtype, torch.float32)
 
     def near(found, exact):  # within half a unit in bf16's last place, which is one rounding's, and fp32's own error
@@ -340,13 +333,13 @@ def test_hadamard_affine_rows_by_batch_norm_and_as_off_the_cpu(tmp_path, dtype):
     for n, d in ((0, 12), (1, 64), (37, 768), (301, 5)):
         u, g, weight, shift = torch.randn(n, d).to(dtype), torch.randn(n, d).to(dtype), torch.randn(d).to(wide), torch.randn(d).to(wide)
         u[:1, :1] = math.nan if n == 37 else 0
-        for module in (kernels, elsewhere):
+        for there in (u, u.as_subclass(Elsewhere)):
             for b in (shift, None):
-                module._affine_rows(u, weight, b, out := torch.empty_like(u))
+                kernels._affine_rows(there, weight, b, out := torch.empty_like(u))
                 assert near(out, weight.double() * u.double() + (0 if b is None else b.double()))
             for other in (g, g.double()):  # a residual's gradient may be wider
                 for of_u in (True, False):
-                    v, dweight, dshift = module._affine_grads(u, other, weight, of_u, torch.empty_like(u))
+                    v, dweight, dshift = kernels._affine_grads(there, other, weight, of_u, torch.empty_like(u))
                     assert (v is None) == (not of_u) and dweight.dtype.itemsize >= 4 and torch.equal(dweight.isnan(), u.isnan().any(0))
                     assert not of_u or near(v.to(dtype), weight.double() * g.double())
                     assert error(dweight.nan_to_num(), (u.double() * g.double()).sum(0).nan_to_num()) < 1e-6
@@ -503,6 +496,11 @@ def test_hadamard_operators_keep_no_more_than_their_gradients_want():
     with torch.no_grad():
         beta.mul_(3)
     assert torch.autograd.grad(y.sum(), beta)[0].isfinite().all()
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = hadamard_affine(h := x * 1, v[2].requires_grad_(), v[3])
+    (u,) = (t for t in kept if t.numel() == h.numel())  # on a CPU x H in x's place: x itself, which attention has no further use for, is let go
+    assert u.data_ptr() not in (h.data_ptr(), y.data_ptr()) and error(u, h.detach() @ hadamard_matrix(48, torch.float64)) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -539,17 +537,6 @@ def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
             hadamard_affine(x, alpha, beta)
         hadamard_affine(x, alpha.detach(), beta)
     assert not kept
-
-
-def test_hadamard_affine_on_a_cpu_takes_no_more_memory():
-    "x H is saved in x's place: x itself, which attention has no further use for, is let go"
-    (a, b), (alpha, beta), saved = torch.randn(2, 64, 48).requires_grad_(), torch.randn(2, 48).requires_grad_(), []
-    x = a * b  # not needed by its own derivative
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = hadamard_affine(x, alpha, beta)
-    rows = [t for t in saved if t.numel() == x.numel()]
-    assert len(rows) == 1 and rows[0].data_ptr() not in (x.data_ptr(), y.data_ptr())
-    assert torch.allclose(rows[0], x @ hadamard_matrix(48), atol=1e-4)
 
 
 def under_autocast(f):
@@ -595,17 +582,8 @@ def test_operators_compile_whole_and_once_for_inputs_of_any_size(f, shapes, monk
     assert f is hadamard_affine or len(set(counts[1:])) <= 1, counts  # its scale, d ** -0.5, is a constant of its graph
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of its jvp
-def test_operators_refuse_forward_mode():
-    x, v = torch.randn(3, 12), torch.randn(12)
-    for f in (hadamard_transform, lambda x: hadamard_affine(x, v, v), lambda x: hadamard_affine_norm(x, v, v, x, v)[0],
-              lambda x: kernels.qrnn_pool(x[None])[0], lambda x: kernels.fo_pool(x[None], x[None], x[None])[0],
-              lambda x: attention(*[x[None, None]] * 3), lambda x: attention(*[x[None, None]] * 5)):
-        refuses(lambda: torch.func.jvp(f, (x,), (x,)), "reverse mode only", kind=NotImplementedError)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, of its vmap
-def test_operators_refuse_torch_func_as_readme_says():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:There is a performance drop")  # PyTorch's own, of its jvp and its vmap
+def test_operators_refuse_forward_mode_and_torch_func_as_readme_says():
     section = (HERE / "README.md").read_text(encoding="utf-8").split("\n## 4. ")[1].split("<details>")[0]
     no_grad, no_vmap = re.findall(r'\("(\w[^"]{20,})"\)', section)
     x, v, many = torch.randn(3, 12), torch.randn(12), torch.randn(2, 3, 12)
@@ -614,6 +592,7 @@ def test_operators_refuse_torch_func_as_readme_says():
               lambda x: attention(*[x[None, None]] * 3), lambda x: attention(*[x[None, None]] * 5))
     one = lambda x: attention(x[None, None, -1:], *[x[None, None]] * 2)  # one query: PyTorch's own operator takes them
     for f in (*hadamard, *others):
+        refuses(lambda: torch.func.jvp(f, (x,), (x,)), "reverse mode only", kind=NotImplementedError)
         with pytest.raises(RuntimeError, match=no_grad):
             torch.func.grad(lambda x: f(x).sum())(x)
     for f in others:
@@ -693,13 +672,10 @@ def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypa
     assert torch.equal(y, z) and torch.equal(*(torch.autograd.grad(t.sum(), x)[0] for t in (y, z)))
 
 
-def test_a_copy_of_an_operator_leaves_the_original_alone(tmp_path):
-    text = (HERE / "kernels.py").read_text(encoding="utf-8")
-    run = "    run = _transform_triton if _on_triton(x, n_head, heads_only) else _transform_torch\n"
-    assert run in text
-    (tmp_path / "2é-kernels.py").write_text(text.replace(run, "    return x * 7\n"), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("2é-kernels", tmp_path / "2é-kernels.py")
+def test_a_copy_of_an_operator_leaves_the_original_alone():
+    spec = importlib.util.spec_from_file_location("2é-kernels", HERE / "kernels.py")
     spec.loader.exec_module(other := importlib.util.module_from_spec(spec))
+    other._transform_torch = lambda x, *how: x * 7
     x, v = torch.ones(1, 4), torch.ones(4)
     assert other.hadamard_transform(x).tolist() == [[7] * 4] and hadamard_transform(x).tolist() == [[4, 0, 0, 0]]
     assert hadamard_affine_norm(x, v, v, x, v)[0].tolist() == [[4, 2, 2, 2]]
@@ -786,19 +762,13 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
 def test_hadamard_triton_takes_any_strides(monkeypatch):
     "Gradients come as they come: transposed, expanded from one number"
     monkeypatch.setattr(kernels, "_FEW", 15)
+    monkeypatch.setattr(kernels, "_programs", lambda *how: 2)
     H, s = layer_matrix(96, 8, False), torch.randn(40, 192)
     x, v, one = s.t()[:96].t(), torch.randn(192)[::2], torch.ones(1).expand(96)
     assert error(kernels._transform_triton(torch.randn(96, 40).t().copy_(x), v, one, None, 1.0, 8, False),
                  v * (x.double() @ H) * 96 ** 0.5 + 1) < 1e-6
-    plan, warps = kernels._plan(96, 8, False, 32, "backward")  # 2 programs, 3 blocks of rows each
-    rows, dy, part = torch.randn(5 * plan["R"] + 1, 96), torch.randn(5 * plan["R"] + 1, 96), torch.empty(2, 2, 96)
-    dx, alpha = torch.empty_like(rows), torch.randn(96)
-
-    def launch(*t):
-        kernels._hadamard_grads_kernel[(2, kernels._columns(plan))](*t, len(rows), 1.0, **plan, num_warps=warps, enable_fp_fusion=True)
-
-    (run_on_gpu(launch) if torch.cuda.is_available() else launch)(rows, dy, dx, alpha, part[0], part[1])
-    dalpha, dbeta = part.sum(1)
+    rows, dy = torch.randn(2, 5 * kernels._plan(96, 8, False, 32, "backward")[0]["R"] + 1, 96)  # 3 blocks for each program
+    dx, dalpha, dbeta = kernels._grads_triton(rows, dy, 1.0, 8, False, alpha := torch.randn(96))
     assert error(dalpha, (dy.double() * (rows.double() @ H)).sum(0) * 96 ** 0.5) < 1e-6 and error(dbeta, dy.double().sum(0)) < 1e-6
     assert error(dx, (alpha * dy.double()) @ H * 96 ** 0.5) < 1e-6
     dalpha, dbeta = kernels._grads_triton(x, x * 2, 1.0, 8, False)
@@ -902,7 +872,7 @@ NANO = dict(n_layer=2, n_head=4, n_embd=48, block_size=16, vocab_size=97)
 
 
 def params(**config):
-    with torch.device("meta"):
+    with torch.device("meta"), unittest.mock.patch.object(GPT, "init_weights"):  # most of the time
         m = GPT(GPTConfig(**config))
     assert sum(m.param_breakdown().values()) == m.num_params() == sum(p.numel() for p in m.parameters())
     return m.num_params()
@@ -1832,9 +1802,9 @@ def test_shapes_agree_on_the_meta_device(config):
 
 @pytest.mark.parametrize("tie_weights", [True, False])
 def test_gpt_made_on_the_meta_device_is_the_gpt(tie_weights):
-    m, idx = make(tie_weights=tie_weights), torch.randint(0, 97, (2, 12))
+    m, book, idx = make(tie_weights=tie_weights), make(init="torch", tie_weights=tie_weights), torch.randint(0, 97, (2, 12))
     with torch.device("meta"):
-        loaded, drawn, assigned, once, other, part = (GPT(m.config).eval() for _ in range(6))
+        loaded, drawn, assigned, once, other, part, of_book = (GPT(model.config).eval() for model in (*[m] * 6, book))
     loaded.to_empty(device="cpu").load_state_dict(m.state_dict())
     assigned.load_state_dict(copy.deepcopy(m.state_dict()), assign=True)
     for model, left_out in ((once, "wte.weight"), (other, "lm_head.weight")):
@@ -1845,11 +1815,12 @@ def test_gpt_made_on_the_meta_device_is_the_gpt(tie_weights):
         assert (model.lm_head.weight is model.wte.weight) == tie_weights and torch.equal(model(idx), m(idx))
         assert model.wte.weight.requires_grad and model.num_params() == m.num_params()
     with torch.device("meta"):
-        drawn.to_empty(device="cpu")
-    for model in (m, drawn):
+        drawn.to_empty(device="cpu"), of_book.to_empty(device="cpu")
+    for model in (m, drawn, book, of_book):
         torch.manual_seed(1)
         model.init_weights()
-    assert torch.equal(drawn(idx), m(idx))
+    assert torch.equal(drawn(idx), m(idx)) and torch.equal(of_book(idx), book(idx))
+    assert tie_weights or abs(book.wte.weight.std() - 1) < 0.1
     where = m.cos.data_ptr()
     assert m.to("cpu").cos.data_ptr() == where  # what has been captured or shared stays
     assert all(torch.equal(m.to(dtype).cos, loaded.cos) for dtype in (torch.bfloat16, torch.float64))
@@ -1858,13 +1829,6 @@ def test_gpt_made_on_the_meta_device_is_the_gpt(tie_weights):
     if tie_weights:  # a tied model has room for one of the two
         with pytest.raises(RuntimeError, match="tie_weights=False"):
             GPT(m.config).load_state_dict(m.state_dict())
-    book = make(init="torch", tie_weights=tie_weights)
-    with torch.device("meta"):
-        drawn = GPT(book.config)
-    for model in (book, drawn.to_empty(device="cpu").eval()):
-        torch.manual_seed(1)
-        model.init_weights()
-    assert torch.equal(drawn(idx), book(idx)) and (tie_weights or abs(book.wte.weight.std() - 1) < 0.1)
 
 
 # -----------------------------------------------------------------------------
@@ -2396,19 +2360,6 @@ def test_train_steps_hang_on_the_pace_at_every_25th_and_are_never_more_than_aske
     assert looks((25, 60.0, 100), minutes=0) == (False, [])
 
 
-def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far(train, tmp_path, monkeypatch):
-    status, out, err, log = train("--max_steps=400", "--max_minutes=1e-9", "--eval_interval=100")
-    assert status == 0 and "will do for 5 steps here" in out
-    assert list(losses(log)[0]) == list(range(5)) and list(losses(log)[1]) == [0, 5]
-    assert torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["settings"]["max_steps"] == 5
-    # start, evaluation, three slow steps, then each takes a second, and from step 31 on two: the next look is at step 50
-    ticks = itertools.chain(range(0, 500, 100), range(401, 429), itertools.count(430, 2))
-    monkeypatch.setattr(train_gpt, "time", SimpleNamespace(perf_counter=ticks.__next__))
-    _, out, _, log = train("--max_steps=400", "--max_minutes=1", "--eval_interval=100", out="clock")
-    assert "will do for 60 steps here" in out and re.search("step 10/400 .* 6m29s left", out) and re.search("step 50/55 .* 0m06s left", out)
-    assert list(losses(log)[0]) == list(range(55)) and list(losses(log)[1]) == [0, 55]
-
-
 STOPPED = """
 write = train_gpt.write_or_warn
 train_gpt.write_or_warn = lambda path, f: time.sleep(0.5) or write(path, f)
@@ -2547,19 +2498,12 @@ def test_train_damaged_data_is_one_line(train, tmp_path, data_dir):
     T = len(pd.load_dataset("short", str(tmp_path)).val)  # one token too few for a window and its target
     one_line(train("--dataset=short", f"--data_dir={tmp_path}", f"--block_size={T}", f"--batch_tokens={T}", "--micro_batch=1"),
              "validation data", "--block_size")
-    flags = f"--data_dir={tmp_path}",
-    for damage, words in ((lambda p: p.write_bytes(p.read_bytes()[:-1]), ["train.bin", "truncated", "prepare_data.py"]),
-                          (lambda p: p.write_bytes(b"hello" * 999), ["train.bin", "no token file"]),
-                          (lambda p: p.unlink(), ["train.bin", "does not exist"]),
-                          (lambda p: pd.write_bin(str(p), np.full(len(pd.open_bin(str(p), "")), 300, np.uint16), 65536),
-                           ["train.bin", "300", "vocabulary of 256"])):
-        shutil.rmtree(tmp_path / "mine", ignore_errors=True)
-        shutil.copytree(data_dir / "mine", tmp_path / "mine")
-        damage(tmp_path / "mine" / "train.bin")
-        one_line(train(*flags), *words)
-    meta = json.loads((data_dir / "mine/meta.json").read_text())
-    (tmp_path / "mine/meta.json").write_text(json.dumps(meta | dict(vocab_size=50257)))
-    one_line(train(*flags), "meta.json", "prepare_data.py")
+    shutil.copytree(data_dir / "mine", tmp_path / "mine")
+    bad = tmp_path / "mine/train.bin"
+    pd.write_bin(str(bad), np.full(len(pd.open_bin(str(bad), "")), 300, np.uint16), 65536)
+    one_line(train(f"--data_dir={tmp_path}"), "train.bin", "300", "vocabulary of 256")  # which shows where they are read
+    bad.unlink()
+    one_line(train(f"--data_dir={tmp_path}"), "train.bin", "does not exist", "prepare_data.py")
 
 
 def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, tmp_path, monkeypatch):
@@ -2600,12 +2544,10 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     ckpt = load_checkpoint(str(path))
     torch.save({k: v for k, v in ckpt.items() if k != "evaluated"}, path)  # as of old
     one_line(train("--resume"), "ckpt.pt", "no checkpoint of these scripts")
-    torch.save(ckpt | dict(config=ckpt["config"] | dict(n_expert=4)), path)  # left out, it would be another model
-    one_line(train("--resume"), "ckpt.pt", "n_expert", "another version")
-    torch.save(ckpt | dict(config=ckpt["config"] | dict(n_embd=64)), path)
-    one_line(train("--resume"), "ckpt.pt", "size mismatch", "another version", "[...])")
-    torch.save(ckpt | dict(config=ckpt["config"] | dict(attn_out="new")), path)
-    one_line(train("--resume"), "ckpt.pt", "(attn_out='new': expected", "another version")
+    for more, *words in ((dict(n_expert=4), "unexpected keyword argument 'n_expert'"),  # left out, it would be another model
+                         (dict(n_embd=64), "size mismatch", "[...])"), (dict(attn_out="new"), "(attn_out='new': expected")):
+        torch.save(ckpt | dict(config=ckpt["config"] | more), path)
+        one_line(train("--resume"), "ckpt.pt", *words, "another version")
 
 
 def test_train_resume_takes_another_eval_tokens(train, monkeypatch):
@@ -2662,16 +2604,12 @@ def test_sample_without_flags_is_what_help_says(tmp_path, monkeypatch, capsys):
 
 
 def test_sample_bad_input_is_one_line(run_here, tmp_path, monkeypatch):
-    m = make(vocab_size=256)
-    save_model(tmp_path / "ckpt.pt", m)
+    save_model(tmp_path / "ckpt.pt", make(vocab_size=256))
     hacked = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     hacked["model"]["h.0.attn.gate"] = hacked["model"].pop("h.0.ln_1.bias")
     torch.save(hacked, tmp_path / "hacked.pt")
-    monkeypatch.setattr(m, "config", SimpleNamespace(n_expert=4, **asdict(m.config)))
-    save_model(tmp_path / "later.pt", m)
     monkeypatch.chdir(tmp_path)
     for status, flag, word in ((1, "--ckpt=none.pt", "none.pt does not exist"), (1, "--ckpt=.", "."), (1, "--prompt=", "--prompt"),
-                               (1, "--ckpt=later.pt", "unexpected keyword argument 'n_expert'"),
                                (1, "--ckpt=hacked.pt", 'Missing key(s) in state_dict: "h.0.ln_1.bias". Unexpected key(s) in state_dict: "h.0.attn.gate"'),
                                (2, "--top_k=-1", "top_k"), (2, "--temperature=-1", "temperature"), (2, "--tokens=-1", "tokens"),
                                (2, "--device=gpu", "device"), (1, f"--device={ABSENT}", "take --device=cpu")):
@@ -3234,19 +3172,14 @@ def test_shaq_windows_cut_anywhere_give_one_sequence(preset):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_shaq_folded_gates_are_exact_under_dropout():
+def test_shaq_folded_gates_are_exact_under_dropout(monkeypatch):
     """Folded gates under dropout give what gated keys and values give under the same masks."""
-    attn = memory_attention(n_head=2, dropout=0.4).train()
+    attn, drawn, kept = memory_attention(n_head=2, dropout=0.4).train(), [], model_py.kept
     h, m, memory = (torch.randn(2, T, 16, dtype=torch.float64) for T in (3, 3, 5))
-    torch.manual_seed(5)
+    monkeypatch.setattr(model_py, "kept", lambda *a: drawn.append(kept(*a)) or drawn[-1].clone())
     out, _ = attn(h, m, memory)
-    torch.manual_seed(5)                                    # the masks in their order: q, v by heads, first the window's, then all rows', weights
-    q_mask = model_py.Dropout(0.4)(torch.ones_like(h))
-    own, rows = (model_py.Dropout(0.4)(torch.ones(2, 2, T, 8, dtype=torch.float64)) for T in (3, 8))
-    v_mask = torch.cat((rows[:, :, :5], own), 2).transpose(1, 2).flatten(2)
-    noise = torch.Generator().manual_seed(int(torch.randint(2**40, ())))  # weights: blocked_attention's own, drawn again in its backward
-    bits = torch.empty(2 * 2 * 3 * 8 // 4 + 1, dtype=torch.int64).random_(-2**63, None, generator=noise).view(torch.int16)[:96]
-    masks = iter((q_mask, v_mask, (bits >= round(0.4 * 2**16) - 2**15).double().view(2, 2, 3, 8) / 0.6))
+    q, own, rows, weights = (t / 0.6 for t in drawn)        # own, rows: of v by heads, the window's and all, where the former count
+    masks = iter((q, torch.cat((rows[:, :, :5], own), 2).transpose(1, 2).flatten(2), weights.view(2, 2, 3, 8)))
     expected = attention_loop(attn, h, torch.cat([memory, m], dim=1), drop=lambda x: x * next(masks))
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
@@ -3370,14 +3303,6 @@ def test_shaq_generate_reads_a_prompt_in_the_windows_of_training():
         state = detach_state(model(window, state=state)[1])
     torch.testing.assert_close(model.generate(prompt, 1)[1], state)
     assert not torch.allclose(state[3][1], model(prompt)[1][3][1], atol=1e-3)
-
-
-def test_shaq_lstm_hands_on_rows_as_they_are_read():
-    "(T, B, d) in memory would be copied by each norm that follows"
-    block = tiny_shaq("sharnn").blocks[0]
-    for mode, T in ((True, 5), (False, 5), (False, 1)):
-        x, state = block.train(mode).lstm(torch.randn(3, T, block.rnn.hidden_size), None)
-        assert x.is_contiguous() and x.shape == (3, T, block.rnn.hidden_size)
 
 
 @pytest.mark.parametrize("preset", ["sharnn", "shaq", "mean_mem"])
@@ -3840,20 +3765,22 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     one_line(train_shaq_here(f"--stage2={tmp_path / 'gpt.pt'}"), "gpt.pt is a checkpoint of train_gpt.py", "another\n")
 
 
-def test_train_max_minutes_shortens_the_schedule_of_a_resumed_run_too(either, tmp_path, monkeypatch):
+def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far_of_a_resumed_run_too(either, tmp_path, monkeypatch):
     script, run = either
 
     def clock(slow):
-        "Start, evaluation and the first steps take 100 seconds each, then each step takes one"
-        ticks = itertools.chain(range(0, 100 * slow, 100), itertools.count(100 * slow - 99))
+        "Start, evaluation and the first steps take 100 seconds each, then each step takes one, of a whole run those from step 31 on two"
+        ticks = itertools.chain(range(0, 100 * slow, 100), range(100 * slow - 99, 429), itertools.count(430, 2))
         monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=ticks.__next__))
 
-    flags = "--max_minutes=0.45", "--max_steps=400", "--eval_interval=100"
+    flags = "--max_minutes=1", "--max_steps=400", "--eval_interval=100"
     clock(5)
     _, said, _, log = ended(run(*flags, out="whole"))
-    assert "will do for 27 steps here" in said and list(losses(log)[0]) == list(range(27))
+    assert "will do for 60 steps here" in said and re.search("step 10/400 .* 6m29s left", said) and re.search("step 50/55 .* 0m06s left", said)
+    assert list(losses(log)[0]) == list(range(55)) and list(losses(log)[1]) == [0, 55]  # the next look is at step 50
+    assert load_checkpoint(str(tmp_path / "whole/ckpt.pt"))["settings"]["max_steps"] == 55
     s, rate = log[0]["settings"], [r["lr"] for r in log if "loss" in r][-1]
-    assert rate == pytest.approx(model_py.lr_at(26, s["lr"], s["min_lr"], s["warmup_steps"], 27, s["schedule"]))  # the cosine ends there, too
+    assert rate == pytest.approx(model_py.lr_at(54, s["lr"], s["min_lr"], s["warmup_steps"], 55, s["schedule"]))  # the cosine ends there, too
     with monkeypatch.context() as patch:
         patch.setattr(script, "StopSignal", stops(9))
         assert run(*flags, out="cut")[0] == 130  # it was not yet decided
@@ -3864,8 +3791,8 @@ def test_train_max_minutes_shortens_the_schedule_of_a_resumed_run_too(either, tm
     assert "will do" not in ended(run("--resume", "--max_steps=30", out="more"))[1]  # steps typed are all taken
     clock(4)  # a resumed run warms up, too
     _, said, _, log = ended(run("--resume", out="cut"))
-    assert "will do for 27 steps here" in said and max(losses(log)[0]) == 26
-    assert "will do" not in ended(run("--resume", "--max_steps=30", out="cut"))[1]  # not again
+    assert "will do for 60 steps here" in said and max(losses(log)[0]) == 59
+    assert "will do" not in ended(run("--resume", "--max_steps=63", out="cut"))[1]  # not again
 
 
 @pytest.mark.parametrize("preset, optimizer", [("sharnn", "lamb"), ("shaq", "adamw")])
@@ -3959,6 +3886,8 @@ def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengt
 
 def test_shaq_lstm_takes_16_bit_state_and_stays_fp32_where_it_must(monkeypatch):
     block, x = tiny_shaq("sharnn").blocks[0], torch.randn(2, 5, 16).bfloat16()
+    for mode, T in ((True, 5), (False, 5), (False, 1)):  # what it hands on: (T, B, d) in memory would be copied by each norm that follows
+        assert block.train(mode).lstm(x[:, :T].float(), None)[0].is_contiguous()
     state = tuple(torch.randn(2, 16).bfloat16() for _ in range(2))
     wanted = block.lstm(x.float(), tuple(s.float() for s in state))
     torch.testing.assert_close(block.lstm(x.float(), state), wanted)  # a run that began in bf16 goes on in fp32
@@ -4259,18 +4188,14 @@ def server(body, ranges=True, cut=(), pause=lambda: None, length=True, part=None
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             seen.append(self.headers["Range"])
-            if "If-Unmodified-Since" in self.headers:
-                assert seen[-1]
-                if email.utils.parsedate_to_datetime(self.headers["If-Unmodified-Since"]).timestamp() < modified:
-                    self.send_response(412)
-                    return self.end_headers()
+            since = self.headers["If-Unmodified-Since"]
+            assert seen[-1] or not since
+            if since and email.utils.parsedate_to_datetime(since).timestamp() < modified:
+                return self.send_error(412)
             start = int(seen[-1].split("=")[1][:-1]) + shift if seen[-1] and ranges else 0
             end = min(start + part, len(body)) if start and part else len(body)
             if start >= len(body):
-                self.send_response(416)
-                self.send_header("Content-Range", f"bytes */{len(body)}")
-                self.end_headers()
-                return
+                return self.send_error(416)
             self.send_response(206 if start else 200)
             if length:
                 self.send_header("Content-Length", str(end - start))
@@ -4286,23 +4211,18 @@ def server(body, ranges=True, cut=(), pause=lambda: None, length=True, part=None
         def log_message(self, *args):
             pass
 
-    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()  # looks so often whether to shut down
-    try:
-        yield f"http://127.0.0.1:{httpd.server_port}/enwik8.zip", seen
-    finally:
-        httpd.shutdown()
-        httpd.server_close()
-
-
-def part_of(path):
-    "Where a download that is to become path is kept until it is whole"
-    return Path(f"{path}.part")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()  # looks so often whether to shut down
+        try:
+            yield f"http://127.0.0.1:{httpd.server_port}/enwik8.zip", seen
+        finally:
+            httpd.shutdown()
 
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """A random text that stands for enwik8: its zip file, with size and checksum put in enwik8's place."""
+    """A random text that stands for enwik8, and its zip file, packed, with size and checksum put in enwik8's place. main(flags..) prepares it
+    in data; a download is kept as zip, until it is whole as part"""
     text = RNG.integers(0, 256, 400_000, dtype=np.uint8).tobytes()
     with zipfile.ZipFile(tmp_path / "enwik8.zip", "w", zipfile.ZIP_DEFLATED) as z:
         z.writestr("about", "of the mirror")
@@ -4310,7 +4230,10 @@ def corpus(tmp_path, monkeypatch):
     source = pd.Source("http://127.0.0.1:9/enwik8.zip", size=len(text), percent=(90, 95),
                        digest=("sha1", hashlib.sha1(text).hexdigest()))
     monkeypatch.setitem(pd.DATASETS, "enwik8", source)
-    return text, (tmp_path / "enwik8.zip").read_bytes(), str(tmp_path / "data")
+    data, kept = str(tmp_path / "data"), tmp_path / "data/enwik8/enwik8.zip"
+    kept.parent.mkdir(parents=True)
+    return SimpleNamespace(text=text, packed=(tmp_path / "enwik8.zip").read_bytes(), data=data, zip=kept, part=Path(f"{kept}.part"),
+                           main=lambda *flags: pd.main(["enwik8", *flags, f"--data_dir={data}"]))
 
 
 def test_data_bin_roundtrip_across_shards(tmp_path):
@@ -4400,7 +4323,8 @@ def test_data_own_text_splits_and_drops_the_byte_order_mark(tmp_path, capsys, mo
     meta = json.loads((tmp_path / "d/mine/meta.json").read_text())
     no_text = json.dumps(meta | dict(tokens=dict(train=len(d.train), val=len(d.train)), bytes=dict(val=0)))  # as of separators alone
     no_val = json.dumps(meta | dict(files=dict(train=["train.bin"], val=[]), tokens=dict(train=len(d.train), val=0)))
-    for damage in ("[1]", "[" * 10**5, no_text, no_val):
+    other = json.dumps(meta | dict(tokens=dict(train=len(d.train), val=len(d.train)), vocab_size=50257))
+    for damage in ("[1]", "[" * 10**5, no_text, no_val, other):
         (tmp_path / "d/mine/meta.json").write_text(damage)
         fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path / "d")), "does not describe")
     fails(capsys, lambda: pd.load_dataset("enwiki", str(tmp_path / "d")), "not prepared", "did you mean enwik8?", "--name enwiki")
@@ -4411,112 +4335,97 @@ def test_data_own_text_splits_and_drops_the_byte_order_mark(tmp_path, capsys, mo
     (dict(cut=(150_000,), part=100_000), 0, [0, 150_000, 250_000, 350_000]),  # a server may give less than was asked for
     ({}, 100_000, [100_000]), (dict(ranges=False), 100_000, [100_000]), ({}, None, [None, 0])])  # None: all of it
 def test_data_download_goes_on_where_it_stopped_and_from_a_part_file(corpus, serve, left, asked):
-    text, packed, data = corpus
-    with server(packed, **serve) as (url, seen):
+    with server(corpus.packed, **serve) as (url, seen):
         if left != 0:
-            os.makedirs(f"{data}/enwik8")
-            part_of(f"{data}/enwik8/enwik8.zip").write_bytes(packed[:left])
-        pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
-    assert seen == [f"bytes={len(packed) if at is None else at}-" if at != 0 else None for at in asked]
-    pd.main(["enwik8", f"--data_dir={data}"])  # the kept download: its url is not asked again
-    d = pd.load_dataset("enwik8", data)
+            corpus.part.write_bytes(corpus.packed[:left])
+        corpus.main(f"--url={url}")
+    assert seen == [f"bytes={len(corpus.packed) if at is None else at}-" if at != 0 else None for at in asked]
+    corpus.main()  # the kept download: its url is not asked again
+    d = pd.load_dataset("enwik8", corpus.data)
     assert [len(t) for t in (d.train, d.val, d.test)] == [360_000, 20_000, 20_000]
-    assert np.concatenate([t[:] for t in (d.train, d.val, d.test)]).astype(np.uint8).tobytes() == text
-    assert d.meta["sha256"] == hashlib.sha256(text).hexdigest() and Path(f"{data}/enwik8/enwik8.zip").read_bytes() == packed
-    assert sorted(os.listdir(f"{data}/enwik8")) == ["enwik8.zip", "meta.json", "test.bin", "train.bin", "val.bin"]
+    assert np.concatenate([t[:] for t in (d.train, d.val, d.test)]).astype(np.uint8).tobytes() == corpus.text
+    assert d.meta["sha256"] == hashlib.sha256(corpus.text).hexdigest() and corpus.zip.read_bytes() == corpus.packed
+    assert sorted(os.listdir(corpus.zip.parent)) == ["enwik8.zip", "meta.json", "test.bin", "train.bin", "val.bin"]
 
 
 def test_data_download_begins_anew_where_the_source_changed_meanwhile(corpus):
     "Half of what was there before and half of what is there now could be as long as either, and pass where no checksum is known"
-    _, packed, data = corpus
-    os.makedirs(f"{data}/enwik8")
-    for had, modified, asked in ((bytes(1000), 2e9, ["bytes=1000-", None]), (packed[:1000], 1e9, ["bytes=1000-"])):
-        with server(packed, modified=modified) as (url, seen):
-            part = part_of(f"{data}/enwik8/enwik8.zip")
-            part.write_bytes(had)
-            os.utime(part, (1.5e9, 1.5e9))
-            pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
-        assert seen == asked and Path(f"{data}/enwik8/enwik8.zip").read_bytes() == packed
-        os.remove(f"{data}/enwik8/enwik8.zip")
+    for had, modified, asked in ((bytes(1000), 2e9, ["bytes=1000-", None]), (corpus.packed[:1000], 1e9, ["bytes=1000-"])):
+        with server(corpus.packed, modified=modified) as (url, seen):
+            corpus.part.write_bytes(had)
+            os.utime(corpus.part, (1.5e9, 1.5e9))
+            corpus.main(f"--url={url}")
+        assert seen == asked and corpus.zip.read_bytes() == corpus.packed
+        corpus.zip.unlink()
 
 
 def test_data_from_file_is_left_as_it_is_and_not_kept(corpus):
-    _, packed, data = corpus
-    os.makedirs(f"{data}/enwik8")
-    own = part_of(f"{data}/enwik8/enwik8.zip")
-    own.write_bytes(packed)
-    pd.main(["enwik8", f"--from_file={own}", f"--data_dir={data}"])
-    assert own.read_bytes() == packed and not os.path.exists(f"{data}/enwik8/enwik8.zip")
+    corpus.part.write_bytes(corpus.packed)
+    corpus.main(f"--from_file={corpus.part}")
+    assert corpus.part.read_bytes() == corpus.packed and not corpus.zip.exists()
 
 
 def test_data_revised_source_is_never_spliced(corpus, monkeypatch, capsys):
-    text, packed, data = corpus
     monkeypatch.setitem(pd.DATASETS, "enwik8", pd.Source(revised=b".", url="http://x/enwik8.zip", size=1, digest=("sha1", "")))
-    os.makedirs(f"{data}/enwik8")
-    with server(packed) as (url, seen):
-        part_of(f"{data}/enwik8/enwik8.zip").write_bytes(packed[:1000])
-        pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
+    with server(corpus.packed) as (url, seen):
+        corpus.part.write_bytes(corpus.packed[:1000])
+        corpus.main(f"--url={url}")
     assert seen == [None] and "not the edition" in capsys.readouterr().err
-    for other, ranges in ((packed + b"more", True), (packed + b"even more", False)):  # another edition is not what is named now
+    for other, ranges in ((corpus.packed + b"more", True), (corpus.packed + b"even more", False)):  # another edition is not what is named now
         with server(other, ranges, cut=(1000,)) as (url, seen):
-            pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
-        assert seen == [None, "bytes=1000-"] and Path(f"{data}/enwik8/enwik8.zip").read_bytes() == other
-    pd.main(["enwik8", f"--data_dir={data}"])  # without a url the kept one will do
+            corpus.main(f"--url={url}")
+        assert seen == [None, "bytes=1000-"] and corpus.zip.read_bytes() == other
+    corpus.main()  # without a url the kept one will do
 
 
 def test_data_a_server_that_sends_another_part_is_refused(corpus, capsys):
-    _, packed, data = corpus
-    with server(packed, cut=(1000,), shift=5) as (url, seen):
-        main = lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
-        fails(capsys, main, "asked for bytes from 1,000 on, the server sent bytes 1005-")
-    assert part_of(f"{data}/enwik8/enwik8.zip").read_bytes() == packed[:1000]
+    with server(corpus.packed, cut=(1000,), shift=5) as (url, seen):
+        fails(capsys, lambda: corpus.main(f"--url={url}"), "asked for bytes from 1,000 on, the server sent bytes 1005-")
+    assert corpus.part.read_bytes() == corpus.packed[:1000]
 
 
 def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys, monkeypatch):
-    text, packed, data = corpus
+    text, packed, own = corpus.text, corpus.packed, tmp_path / "own.zip"
+    main = partial(corpus.main, f"--from_file={own}")
     flip = lambda b: b[:1000] + bytes([b[1000] ^ 1]) + b[1001:]
     for bad in (flip(packed), packed[:-1], flip(text), b"<html>no</html>"):
         with server(bad) as (url, _):
-            main = lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={data}"])
-            fails(capsys, main, "is not enwik8", "sha1", "removed")
-        assert not os.listdir(f"{data}/enwik8")
-    own = tmp_path / "own.zip"
+            fails(capsys, lambda: corpus.main(f"--url={url}"), "is not enwik8", "sha1", "removed")
+        assert not os.listdir(corpus.zip.parent)
     for bad in (b"x", packed[:-9]):
         own.write_bytes(bad)
-        fails(capsys, lambda: pd.main(["enwik8", f"--from_file={own}", f"--data_dir={data}"]), "is not enwik8")
-        assert own.read_bytes() == bad and not os.listdir(f"{data}/enwik8")  # the user's own file stays
+        fails(capsys, main, "is not enwik8")
+        assert own.read_bytes() == bad and not os.listdir(corpus.zip.parent)  # the user's own file stays
     own.write_bytes(text)  # the raw text does as well as the zip file
-    pd.main(["enwik8", f"--from_file={own}", f"--data_dir={data}"])
-    assert len(pd.load_dataset("enwik8", data).test) == 20_000
+    main()
+    assert len(pd.load_dataset("enwik8", corpus.data).test) == 20_000
     own.write_bytes(text[:-1])  # what was prepared before does not stand in for a file that is named now
-    fails(capsys, lambda: pd.main(["enwik8", f"--from_file={own}", f"--data_dir={data}"]), "is not enwik8")
+    fails(capsys, main, "is not enwik8")
     own.write_bytes(packed)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(zipfile.ZipFile, "read", unittest.mock.Mock(side_effect=MemoryError))
-        with pytest.raises(MemoryError):
-            pd.main(["enwik8", f"--from_file={own}", f"--data_dir={data}"])
+        main()
     assert own.read_bytes() == packed  # is not to blame
     own.write_bytes(text[:-1])
     monkeypatch.setitem(pd.DATASETS, "mine", pd.Source("http://x/mine.txt"))  # whoever adds one is told what to write there
-    fails(capsys, lambda: pd.main(["mine", f"--from_file={own}", f"--data_dir={data}"]), "399,999 bytes, sha256 ",
+    fails(capsys, lambda: pd.main(["mine", f"--from_file={own}", f"--data_dir={corpus.data}"]), "399,999 bytes, sha256 ",
           hashlib.sha256(text[:-1]).hexdigest())
 
 
 def test_data_no_network_names_the_ways_out(corpus, capsys, monkeypatch):
-    fails(capsys, lambda: pd.main(["enwik8", f"--data_dir={corpus[2]}"]), "refused", "--url", "--from_file")
+    fails(capsys, corpus.main, "refused", "--url", "--from_file")
     with monkeypatch.context() as patch:
         gone = pd.urllib.error.HTTPError("", 404, "Not Found", {}, None)
         patch.setattr(pd.urllib.request, "urlopen", ask := unittest.mock.Mock(side_effect=gone))
-        fails(capsys, lambda: pd.main(["enwik8", f"--data_dir={corpus[2]}"]), "(404 Not Found)", "--url", "--from_file")
+        fails(capsys, corpus.main, "(404 Not Found)", "--url", "--from_file")
         assert ask.call_args.kwargs == dict(timeout=30)  # a host that falls silent does not hold it for ever
         assert ask.call_args.args[0].get_header("User-agent") == "prepare_data.py"  # some hosts refuse Python's own
-    assert not os.listdir(f"{corpus[2]}/enwik8")
-    with server(corpus[1], cut=(1000, 0)) as (url, _):
-        main = lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={corpus[2]}"])
-        fails(capsys, main, "stopped at 1,000", "resume")
-    assert os.listdir(f"{corpus[2]}/enwik8") == [part_of("enwik8.zip").name]
-    with server(corpus[1], ranges=False, cut=(1000,) * 99) as (url, seen):  # begins anew each time, and never gets further
-        fails(capsys, lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={corpus[2]}"]), "stopped at 1,000")
+    assert not os.listdir(corpus.zip.parent)
+    with server(corpus.packed, cut=(1000, 0)) as (url, _):
+        fails(capsys, lambda: corpus.main(f"--url={url}"), "stopped at 1,000", "resume")
+    assert os.listdir(corpus.zip.parent) == [corpus.part.name]
+    with server(corpus.packed, ranges=False, cut=(1000,) * 99) as (url, seen):  # begins anew each time, and never gets further
+        fails(capsys, lambda: corpus.main(f"--url={url}"), "stopped at 1,000")
     assert len(seen) == 1  # what was there before is as far
 
 
@@ -4526,7 +4435,7 @@ def test_data_interrupt_is_one_line_and_keeps_the_part(number, tmp_path):
         command = [sys.executable, pd.__file__, "enwik8", f"--url={url}", f"--data_dir={tmp_path}"]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,  # a shell lets what it starts by & ignore Ctrl-C
                                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-        part = part_of(tmp_path / "enwik8" / "enwik8.zip")
+        part = tmp_path / "enwik8/enwik8.zip.part"
         while process.poll() is None and not (part.exists() and part.stat().st_size):
             time.sleep(0.02)
         process.send_signal(number)
@@ -4577,18 +4486,16 @@ def test_data_inputs_add_up_without_byte_order_marks(tmp_path, capsys, monkeypat
 
 def test_data_one_process_at_a_time_prepares_a_folder(corpus):
     "Two downloads of one set at once: the second waits, and neither holds a hole"
-    text, packed, data = corpus
     code = f"""
 import sys; sys.path.insert(0, {str(HERE)!r})
 import prepare_data as pd
 pd.DATASETS["enwik8"] = pd.Source(sys.argv.pop(), "gpt2", 9, ("sha256", ""), revised=b".", percent=(90, 95))
 pd.main(sys.argv[1:])"""
-    os.makedirs(f"{data}/enwik8")
     for name in ("train.bin", "meta.json"):
-        Path(f"{data}/enwik8/{name}.tmp").write_bytes(b"of a killed one")
+        (corpus.zip.parent / f"{name}.tmp").write_bytes(b"of a killed one")
     second_waits = threading.Event()
-    with server(packed, pause=lambda: second_waits.wait(60)) as (url, seen):
-        flags = [sys.executable, "-c", code, "enwik8", "--tokenizer=byte", f"--data_dir={data}", url]
+    with server(corpus.packed, pause=lambda: second_waits.wait(60)) as (url, seen):
+        flags = [sys.executable, "-c", code, "enwik8", "--tokenizer=byte", f"--data_dir={corpus.data}", url]
         start = lambda: subprocess.Popen(flags, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         first = start()
         while first.poll() is None and not seen:
@@ -4598,9 +4505,9 @@ pd.main(sys.argv[1:])"""
         second_waits.set()
         errors = [run.communicate()[1] for run in (first, second)]
     assert first.returncode == second.returncode == 0, errors
-    d = pd.load_dataset("enwik8", data)
-    assert np.concatenate([d.train[:], d.val[:], d.test[:]]).astype(np.uint8).tobytes() == text and seen == [None]
-    assert not [name for name in os.listdir(f"{data}/enwik8") if name.endswith(".tmp")]
+    d = pd.load_dataset("enwik8", corpus.data)
+    assert np.concatenate([d.train[:], d.val[:], d.test[:]]).astype(np.uint8).tobytes() == corpus.text and seen == [None]
+    assert not [*corpus.zip.parent.glob("*.tmp")]
 
 
 def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
@@ -4783,9 +4690,8 @@ def test_data_full_disk_is_named_also_where_pytorch_hides_it(capsys, monkeypatch
 def test_data_full_disk_under_a_download_is_not_the_servers_fault(corpus, capsys, monkeypatch, number, advice):
     full = [OSError(number, os.strerror(number))] + [None] * 99
     monkeypatch.setattr(pd.os, "fsync", unittest.mock.Mock(side_effect=full))
-    with server(corpus[1]) as (url, _):
-        main = lambda: pd.main(["enwik8", f"--url={url}", f"--data_dir={corpus[2]}"])
-        fails(capsys, lambda: pd.run(main), part_of("enwik8.zip").name, advice)
+    with server(corpus.packed) as (url, _):
+        fails(capsys, lambda: pd.run(lambda: corpus.main(f"--url={url}")), corpus.part.name, advice)
 
 
 def test_data_flags_take_both_spellings_and_no_abbreviation(capsys, monkeypatch):
@@ -4815,37 +4721,29 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys, monkeypatch)
     assert waited == [1]
 
 
-@pytest.mark.parametrize("script, without", [(train_gpt, ["resume"]), (train_shaq, [
-    "ff", "memory", "gates", "rnn_residual", "attn_layers", "stage2", "resume"])])  # the preset's, as --rnn says
-def test_help_says_every_default_or_what_decides_it(script, without, capsys):
-    with pytest.raises(SystemExit):
-        script.parse(["--help"])
-    said = capsys.readouterr().out
-    flags = [" ".join(f.split()) for f in said.split("\n  --")[1:]]
-    assert [f.split()[0] for f in flags if "(default " not in f and "the preset's" not in f] == without
-    # their seed of 123, dropout 0.1, no clipping, fp32, ... do not stand beside the flags
-    assert ("gpt2_book and dva_book have other defaults than those below" in " ".join(said.split())) == (script is train_gpt)
-
-
-def test_help_says_the_defaults_that_settle_takes(capsys):
+@pytest.mark.parametrize("script, without, unsaid", [(train_gpt, ["resume"], set()), (train_shaq, [
+    "ff", "memory", "gates", "rnn_residual", "attn_layers", "stage2", "resume"], {"min_lr"})])  # the preset's, as --rnn says
+def test_help_says_every_default_that_settle_takes_or_what_decides_it(script, without, unsaid, capsys):
     "On CUDA and elsewhere, or for tiny and nano, wherever it says a number or a name"
     there = r"(\S+) for tiny$", "^([^ ,]+)(?:,|$| on CUDA)", r"for nano, else (\S+)$"
     here = r"(\S+) for nano", r"nano (\S+),", r"else (\S+)$", "^([^ ,]+)(?:,|$)"
-    for script, unsaid in ((train_gpt, set()), (train_shaq, {"min_lr"})):
-        with pytest.raises(SystemExit):
-            script.parse(["--help"])
-        flags = [" ".join(f.split()) for f in capsys.readouterr().out.split("\n  --")[1:]]
-        said = {f.split()[0]: re.search(r"\(default (.+?)\)", f)[1] for f in flags if "(default " in f}
-        compared = set()
-        for device, forms in (("cuda", there), ("cpu", here)):
-            s, c = script.settle({}, {}, SimpleNamespace(device=torch.device(device)))
-            s = (asdict(GPTConfig()) if script is train_gpt else {}) | c | s
-            found = {name: [f[1] for f in (re.search(form, said[name]) for form in forms) if f][:1] for name in said.keys() & s.keys() - {"compile"}}
-            for name, text in ((name, text) for name, texts in found.items() for text in texts):
-                assert s[name] == (eval(text.replace("^", "**")) if text[0].isdigit() else 2**62 if text == "all" else text), (name, device, text)
-                compared.add(name)
-        assert said.keys() - compared == {"device", "dtype", "compile"} | unsaid
-    assert said["max_steps"].split()[0] == str(train_shaq.PAPER["epochs"])
+    with pytest.raises(SystemExit):
+        script.parse(["--help"])
+    text, compared = capsys.readouterr().out, set()
+    # gpt2_book's seed of 123, dropout 0.1, no clipping, fp32, ... do not stand beside the flags
+    assert ("gpt2_book and dva_book have other defaults than those below" in " ".join(text.split())) == (script is train_gpt)
+    flags = [" ".join(f.split()) for f in text.split("\n  --")[1:]]
+    assert [f.split()[0] for f in flags if "(default " not in f and "the preset's" not in f] == without
+    said = {f.split()[0]: re.search(r"\(default (.+?)\)", f)[1] for f in flags if "(default " in f}
+    for device, forms in (("cuda", there), ("cpu", here)):
+        s, c = script.settle({}, {}, SimpleNamespace(device=torch.device(device)))
+        s = (asdict(GPTConfig()) if script is train_gpt else {}) | c | s
+        found = {name: [f[1] for f in (re.search(form, said[name]) for form in forms) if f][:1] for name in said.keys() & s.keys() - {"compile"}}
+        for name, text in ((name, text) for name, texts in found.items() for text in texts):
+            assert s[name] == (eval(text.replace("^", "**")) if text[0].isdigit() else 2**62 if text == "all" else text), (name, device, text)
+            compared.add(name)
+    assert said.keys() - compared == {"device", "dtype", "compile"} | unsaid
+    assert script is train_gpt or said["max_steps"].split()[0] == str(train_shaq.PAPER["epochs"])
 
 
 def test_help_and_readme_name_commands_that_the_scripts_take(monkeypatch, capsys):
@@ -4962,13 +4860,8 @@ def toy(monkeypatch):
     return toy
 
 
-def messy(n):
-    """Random text of n pieces: letters, contractions, all sorts of white space, and white space at the end."""
-    return "".join(RNG.choice([*"ab'sdtmlvre1! \n\t\u00a0\u2003\x1c\x85üß字😀", "  \n ", " the", "'ll"], n)) + " \n "
-
-
 def test_data_gpt2_tokens_do_not_depend_on_the_cut_nor_on_the_cores(toy, tmp_path):
-    text = messy(20_000)
+    text = "".join(RNG.choice([*"ab'sdtmlvre1! \n\t\u00a0\u2003\x1c\x85üß字😀", "  \n ", " the", "'ll"], 20_000)) + " \n "
     for size in (1, 2, 13, 1000, 10**6):
         chunks = list(pd.safe_chunks(text, size))
         assert "".join(chunks) == text
@@ -5027,7 +4920,7 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
     os.makedirs(f"{data}2/fineweb10B")
     body = (shards / "fineweb_val_000000.bin").read_bytes()
     with server(body) as (url, seen):
-        part_of(f"{data}2/fineweb10B/fineweb_val_000000.bin").write_bytes(body[:100])
+        Path(f"{data}2/fineweb10B/fineweb_val_000000.bin.part").write_bytes(body[:100])
         pd.main(["fineweb10B", f"--url={url}/", f"--data_dir={data}2"])  # a folder, with or without a slash
     assert seen == [None, "bytes=100-"]  # a shard goes on from its part, too
     assert Path(f"{data}2/fineweb10B/fineweb_val_000000.bin").read_bytes() == body and not list(Path(data + "2").rglob("*.part"))
@@ -5091,7 +4984,8 @@ def common(bench_data, text):
     return f"--set={text},dataset=words,data_dir={bench_data}"
 
 
-def test_bench_params_are_the_papers(tmp_path, capsys):
+def test_bench_params_are_the_papers(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(GPT, "init_weights", lambda model: None)  # most of the time
     rows = {r["name"]: r for r in bench_run(tmp_path, "params")}
     assert rows["tiny, dense"]["measured"] == 123_701_760 and rows["xxl_v1, hadamard"]["measured"] == 5_139_634_176
     assert sum(r["measured"] for n, r in rows.items() if n.startswith("sharnn with")) == 53_798_093 == rows["sharnn"]["measured"] + 24_576
@@ -5441,7 +5335,6 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
 
 
 @pytest.mark.parametrize("argv", [
-    pytest.param(["code", "--widths=32", "--sm=80"], marks=needs_triton),  # the pool's kernels, 10 seconds of compiling, are POOL_CODE's
     ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1"],
     ["prefill", "--sizes=nano", "--batch=3", "--T=4,8", "--runs=1"],
     ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1", "--presets=shaq,sharnn,mean_mem"],
@@ -5450,7 +5343,7 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
     ["scaling", "--sizes=1x8,1x16", "--tokens_per_param=0.2", "--lr=1e-3"],
 ])
 def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_data, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "CACHE", 2**20)
+    monkeypatch.setattr(bench, "CACHE", 1)  # rings of two
     monkeypatch.setitem(SIZES, "nano", SMALL)
     monkeypatch.setitem(bench.HEADS, 32, 2)
     monkeypatch.setitem(SHAQ_PRESETS, "mean_mem", SHAQ_PRESETS["mean_mem"] | dict(mean_window=100))
@@ -5472,8 +5365,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
     extra = [common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=1024")] if argv[0] == "scaling" else []
     rows = bench_run(tmp_path, *argv, *extra)
     tables = [t for t in capsys.readouterr().out.split("\n**") if "|---|" in t]
-    assert tables and all(torch.__version__ in t.splitlines()[0] for t in tables)
-    assert argv[0] == "code" or all(", threads: 1, float32, torch" in t.splitlines()[0] for t in tables)
+    assert tables and all(f", threads: 1, float32, torch {torch.__version__}" in t.splitlines()[0] for t in tables)
     for t in tables:
         widths = {line.count("|") for line in t.splitlines() if line.startswith("|")}
         assert len(widths) == 1
@@ -5539,9 +5431,6 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
             S = (q @ k.mT * 24 ** -0.5).masked_fill(torch.ones(8, 8).triu(1).bool(), -math.inf).softmax(-1)
             exact = (S * (q_r @ v.mT)) @ k_r if outer else S @ v + q_r * (S @ k_r)
             assert torch.allclose(ways[name][0], exact, atol=1e-5)
-    if argv[0] == "code":
-        loops = [r for r in rows if re.search("pool|grads|backward", r["kernel"])]
-        assert all(0 < r["loop"] <= r["each"] for r in loops) and len(loops) == 7 and len(rows) == 12
     figures = dict(prefill="prefill_nano", decode="decode_nano", scaling="scaling")
     assert argv[0] not in figures or plotted(tmp_path) == {figures[argv[0]]}
 
@@ -5664,6 +5553,7 @@ def test_bench_code_compiles_what_its_flags_name(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(bench, "compilers", lambda workers: contextlib.nullcontext(SimpleNamespace(submit=submit)))
     rows = bench_run(tmp_path, "code", "--sm=100", "--widths=2560,768")
+    assert {a[0] for a in asked} < {case[1] for case in HADAMARD_CODE + POOL_CODE}  # which are compiled below
     assert {a[1:3] for a in asked} == {(100, "fp32")} and [a[3:] for a in asked] == [
         *((d, n, bool(only)) for only in (0, 0, 0, 0, 1, 1, 0, 1, 0, 1) for d, n in ((2560, 20), (768, 12))), (), ()]
     assert {(r["sm"], r["dtype"]) for r in rows} == {(100, "fp32")} and [r["d"] for r in rows] == [2560, 768] * 10 + [None] * 2
@@ -6239,7 +6129,7 @@ def test_fopool_machine_code_has_no_spills_and_few_instructions(compiled):
         assert code.shared == 8 * code.plan["S"] * code.plan["D"] and sum(op.startswith("BAR") for op in code.ops) == 2
         # every step is loaded before the loop and, a round ahead, in it
         assert len(loads) >= 2 * (3 + back - (flag == "SUMMARY")) * code.plan["U"]
-        assert code.loop <= {"SUMMARY": 30, "ACT": 46 if back else 29}.get(flag, 66 if back else 43)
+        assert 0 < code.loop <= {"SUMMARY": 30, "ACT": 46 if back else 29}.get(flag, 66 if back else 43)
         assert code.far >= (20 if flag == "SUMMARY" else 43 if back else 70)  # 64-bit offsets
 
 
@@ -6263,17 +6153,6 @@ def has_bf16():
     return any(known.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def speed_ratio(d, dtype):
-    "Median times, forward and backward at 4096 rows: dense projection / hadamard_affine"
-    x, dy = torch.randn(4096, d, dtype=dtype, requires_grad=True), torch.randn(4096, d, dtype=dtype)
-    W, b = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((d, d), (d,)))
-    alpha, beta = (torch.randn(d, requires_grad=True) for _ in range(2))
-    t = bench.timed(dict(dense=lambda i: torch.autograd.grad(F.linear(x, W, b), (x, W, b), dy),
-                         hadamard=lambda i: torch.autograd.grad(hadamard_affine(x, alpha, beta), (x, alpha, beta), dy)),
-                    machine("cpu", "float32"), rounds=3, least=0.0)  # machine: as training runs, freed memory is kept
-    return np.median(t["dense"]) / np.median(t["hadamard"])
-
-
 @pytest.mark.parametrize("d, dtype, least", [(1024, torch.float32, 8), (2048, torch.float32, 8), (1024, torch.bfloat16, 4),
                                              (2048, torch.bfloat16, 4)])
 def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
@@ -6284,9 +6163,13 @@ def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
         if dtype == torch.bfloat16:
             pytest.skip("matrix units make large products several times cheaper: the claim is of vector units")
         least = min(least, d // 200)  # in fp32 such a core multiplies some 1.8 times as fast as those of the claim, and moves bytes no faster
-    ratios = []
+    x, W, b = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((4096, d), (d, d), (d,)))
+    dy, (alpha, beta), ratios = torch.randn(4096, d, dtype=dtype), [torch.randn(d, requires_grad=True) for _ in range(2)], []
+    work = dict(dense=lambda i: torch.autograd.grad(F.linear(x, W, b), (x, W, b), dy),
+                hadamard=lambda i: torch.autograd.grad(hadamard_affine(x, alpha, beta), (x, alpha, beta), dy))
     while len(ratios) < 4 and max(ratios, default=0) < least:  # and it can only lower the best of several rounds
-        ratios.append(speed_ratio(d, dtype))
+        t = bench.timed(work, machine("cpu", "float32"), rounds=3, least=0.0)  # machine: as training runs, freed memory is kept
+        ratios.append(np.median(t["dense"]) / np.median(t["hadamard"]))
     print(d, dtype, [f"{r:.1f}" for r in ratios])
     assert max(ratios) >= least, ratios
 
