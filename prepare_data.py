@@ -52,11 +52,16 @@ import numpy as np
 
 def die(message, status=1):
     """Print one line on stderr and exit: for whatever a user can cause and can put right."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":  # mostly all of torchrun's processes have the same to say, and it ends the others at once
-        time.sleep(1)
+    after_the_first()
     # a half-finished progress line is ended first
     warn("\n" * progress.open + f"error: {' '.join(str(message).split())}")
     raise SystemExit(status)
+
+
+def after_the_first():
+    """Most mistakes are made by all of torchrun's processes alike: the first of a machine tells it, and torchrun then ends the others."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(1)
 
 
 def warn(text):
@@ -179,8 +184,9 @@ class Parser(argparse.ArgumentParser):
                 args[i] = flags[flag.replace("-", "_")] + equals + value
         return super().parse_known_args(args, namespace)
 
-    def error(self, message):  # once a machine: torchrun hands its processes there the same flags
-        self.exit(2, f"{self.prog}: {message} (--help lists all)\n" if os.environ.get("LOCAL_RANK", "0") == "0" else None)
+    def error(self, message):
+        after_the_first()
+        self.exit(2, f"{self.prog}: {message} (--help lists all)\n")
 
 
 def write_atomic(path, write):
@@ -276,7 +282,7 @@ class Log:
         self.path, self.file = path, open(path, "a+b", buffering=0)
         claim(self.file)
         folder = os.path.dirname(path) or "."
-        if resume_step is None and os.path.exists(os.path.join(folder, "ckpt.pt")):
+        if resume_step is None and any(os.path.exists(os.path.join(folder, name)) for name in ("best.pt", "ckpt.pt")):
             self.file.seek(0)  # copied, not moved, as it is locked; and not opened again, as closing that would end the lock
             write_atomic(f"{path}.old", lambda f: shutil.copyfileobj(self.file, f))
             kept = ["log.jsonl.old"]
@@ -284,20 +290,20 @@ class Log:
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(os.path.join(folder, name), os.path.join(folder, f"{name}.old"))
                     kept.append(f"{name}.old")
-            report(f"note: {folder} held an earlier run, which --resume would have continued; until the next one it is kept in "
-                   + ", ".join(kept))
+            report(f"note: {folder} held an earlier run{', which --resume would have continued' * ('ckpt.pt.old' in kept)}; until the "
+                   f"next one it is kept in {', '.join(kept)}")
         self.file.seek(0)
         lines = self.file.read().splitlines(True) if resume_step is not None else []
         keep = 0  # bytes
         try:
-            for line in lines:
+            for i, line in enumerate(lines, 1):
                 record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
                 if record.get("step", -1) >= resume_step + (evaluated and "val_loss" in record) or not line.endswith(b"\n"):
                     break
                 keep += len(line)
-        except (ValueError, TypeError, AttributeError):  # a line that a crash cut short is the last
-            if line != lines[-1]:
-                warn(f"note: {path}, line {lines.index(line) + 1} is damaged; it and all that follows is dropped")
+        except (ValueError, TypeError, AttributeError, RecursionError):  # a line that a crash cut short is the last
+            if i < len(lines):
+                warn(f"note: {path}, line {i} is damaged; it and all that follows is dropped")
         self.file.truncate(keep)
         self(**first)
 
@@ -536,6 +542,8 @@ def load_dataset(name, data_dir="data"):
             if not os.path.isfile(path):
                 prepare(folder, name, "byte", *pysource())
     if not os.path.isfile(path):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path)  # where another user's folder may not be read, that is the error: preparing it again would fail, too
         close = "" if name in DATASETS else nearest(name.lower(), DATASETS)
         die(f"data set {name!r} is not prepared in {data_dir}{close}; type: {hint}")
     try:
@@ -626,9 +634,9 @@ def read(path, utf8=False):
     return raw
 
 
-def download(url, path, resume=True):
-    """Fetch url -> path.part, the file that holds it, going on where an earlier attempt stopped if the server can, else afresh."""
-    part, what = f"{path}.part", os.path.basename(path)
+def download(url, part, resume=True):
+    """Fetch url -> part, the file that holds it, going on where an earlier attempt stopped if the server can, else afresh."""
+    what = os.path.basename(url)
     furthest = os.path.getsize(part) if resume and os.path.exists(part) else 0
     remedy = "give a mirror with --url or a local copy with --from_file"
     with open(part, "ab" if resume else "wb") as f:
@@ -673,18 +681,23 @@ def download(url, path, resume=True):
 
 
 def fetch(name, folder, url, copy=None):
-    """-> (bytes, their SHA-256) of a data set that is one file, verified: of a local copy, or of what url holds. An earlier download is used
-    again, but for a text that is revised where another url is named."""
+    """-> the bytes of a data set that is one file, verified, and where they are from: a local copy, an earlier download (not of a text that
+    is revised if another url is named), or url."""
     source = DATASETS[name]
     path = os.path.join(folder, os.path.basename(source.url))  # the same name whatever a mirror calls it
-    used = copy or path
-    if not copy and (not os.path.exists(path) or source.revised and url != source.url):
-        used = download(url, path, resume=not source.revised)
+    if copy:
+        used = came_from = copy
+    elif os.path.exists(path) and not (source.revised and url != source.url):
+        used = came_from = path
+    else:
+        used, came_from = download(url, f"{path}.part", resume=not source.revised), url
     raw = read(used)
     if zipfile.is_zipfile(used):  # a damaged or a foreign one fails the check below
         with (contextlib.suppress(zipfile.BadZipFile, zlib.error, LookupError, RuntimeError, ValueError, OSError, EOFError),
               zipfile.ZipFile(used) as z):
             raw = z.read(name)
+    if source.revised:  # today's War and Peace has DOS line ends, which open(...).read() would turn into \n
+        raw = raw.replace(b"\r\n", b"\n")
     algorithm, expected = source.digest
     found = hashlib.new(algorithm, raw).hexdigest()
     if (len(raw), found) != (source.size, expected):
@@ -692,12 +705,12 @@ def fetch(name, folder, url, copy=None):
         if not (source.revised and re.search(source.revised, raw)):
             if not copy:
                 os.remove(used)
-            die(f"{copy or url} is not {name} ({problem}); " + (
+            die(f"{came_from} is not {name} ({problem}); " + (
                 "name another file" if copy else f"removed {used}: download it again or name another file"))
-        warn(f"note: {copy or url} is not the edition that our figures are for ({problem})")
+        warn(f"note: {came_from} is not the edition that our figures are for ({problem})")
     if not copy:
         os.replace(used, path)
-    return raw, hashlib.sha256(raw).hexdigest()
+    return raw, came_from
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing
@@ -719,9 +732,9 @@ def write_meta(folder, **meta):
         report(f"  {split:5} {count:13,} tokens, {meta['bytes'][split] / 1e6:,.2f} MB of text")
 
 
-def prepare(folder, name, tokenizer, raw, source, sha256=None, percent=(90,)):
+def prepare(folder, name, tokenizer, raw, source, percent=(90,)):
     """Split the bytes raw at the given percentages, tokenise each split by itself, write the folder."""
-    sha256 = sha256 or hashlib.sha256(raw).hexdigest()
+    sha256 = hashlib.sha256(raw).hexdigest()
     raw = raw.removeprefix(codecs.BOM_UTF8)
     # a cut inside a character would leave two broken halves; War and Peace as bytes is split where its GPT-2 tokens are
     by_characters = tokenizer == "gpt2" or name == "warandpeace"
@@ -751,11 +764,12 @@ def prepare_fineweb(folder, name, url, shards):
     lengths = np.array([len(gpt2().decode_single_token_bytes(i)) for i in range(vocab - 1)] + [0])  # <|endoftext|>: 0
     files = {"train": [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)], "val": ["fineweb_val_000000.bin"]}
     tokens, size, sha256 = dict.fromkeys(files, 0), dict.fromkeys(files, 0), {}
+    mirror = hashlib.sha256(url.encode()).hexdigest()[:8]  # each has parts of its own: nothing would show that a shard is half of either
     for split, names in files.items():
         for shard in names:
             path = used = os.path.join(folder, shard)
             if url.startswith("file:") or not os.path.exists(path):
-                used = download(f"{url}/{shard}", path)
+                used = download(f"{url}/{shard}", f"{path}.{mirror}.part")
             again = f"another folder: --from_file FOLDER, whose {shard} is whole" if url.startswith("file:") else "the same command again"
             try:
                 t = Tokens([used], vocab, again)
@@ -785,7 +799,7 @@ def main(argv=None):
     parser.add_argument("--shards", type=number(int, 1, 103), help="fineweb10B: training shards of 100M tokens, 1 to 103 (default 1)")
     args = parser.parse_args(argv)
 
-    dataset = args.dataset or "pysource"
+    dataset = "pysource" if args.dataset is None else args.dataset
     name = args.name or dataset
     if dataset not in DATASETS:
         die(f"unknown data set {dataset!r}{nearest(dataset, DATASETS)} (known: {', '.join(DATASETS)}, --input FILE...)")
@@ -800,12 +814,17 @@ def main(argv=None):
         die("--url and --from_file are for data sets that are downloaded; your own text: --input FILE... --name NAME")
     if args.url and args.from_file:
         die("--url and --from_file name two sources: type one of the two")
+    if args.from_file is not None and not (os.path.isdir if dataset == "fineweb10B" else os.path.isfile)(args.from_file):
+        die(f"--from_file={args.from_file} does not exist or is no {'folder' if dataset == 'fineweb10B' else 'file'}")
     if args.shards and dataset != "fineweb10B":
         die("--shards is for fineweb10B")
     url = pathlib.Path(args.from_file).absolute().as_uri() if args.from_file else (args.url or source.url).rstrip("/")
     tokenizer, folder = args.tokenizer or source.tokenizer, os.path.join(args.data_dir, name)
     if dataset == "fineweb10B" and tokenizer != "gpt2":
         die("fineweb10B is tokenised with gpt2 already")
+    for path in args.input or ():
+        if os.path.realpath(path) in [os.path.realpath(os.path.join(folder, n)) for n in ("train.bin", "val.bin", "meta.json")]:
+            die(f"{path} would be written over: the prepared data goes there; take another --name")
     raw = b"".join(read(path, utf8=tokenizer == "gpt2").removeprefix(codecs.BOM_UTF8) for path in args.input or ())
     with alone(folder):
         if args.input:
@@ -815,10 +834,7 @@ def main(argv=None):
         elif dataset == "fineweb10B":
             prepare_fineweb(folder, name, url, args.shards or 1)
         else:
-            raw, sha256 = fetch(dataset, folder, url, args.from_file)
-            if dataset == "warandpeace":  # today's edition has DOS line ends, which open(...).read() would turn into \n
-                raw = raw.replace(b"\r\n", b"\n")
-            prepare(folder, name, tokenizer, raw, url, sha256, source.percent)
+            prepare(folder, name, tokenizer, *fetch(dataset, folder, url, args.from_file), source.percent)
     place = "" if args.data_dir == "data" else f" --data_dir={quote(args.data_dir)}"
     report(f"next: python train_gpt.py --dataset={name}{place}")
 

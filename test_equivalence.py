@@ -2516,10 +2516,11 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
         one_line(train("--resume", flag), flag.partition("=")[0].strip("-"), "checkpoint")
         assert path.read_bytes() == good
     one_line(train("--resume", "--micro_batch=3"), "take another --micro_batch or number of processes")  # --batch_tokens stays
+    one_line(train("--batch_tokens=300"), "no multiple of block_size 32", ": take 256\n")  # nothing else will do
     with monkeypatch.context() as patch:
         patch.setattr(train_gpt, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 3, ""))
         patch.setattr(model_py.Machine, "all", lambda self, done: done)
-        one_line(train("--resume"), "3 processes", "number of processes")  # 8 sequences: no --micro_batch will do
+        one_line(train("--resume"), "3 processes", "take another number of processes")  # 8 sequences: no --micro_batch will do
     flip = bytearray(good)
     flip[len(good) // 2] ^= 1
     files = [good[:-9], good[:1000], bytes(flip), b"", b"hello" * 99]
@@ -3615,6 +3616,9 @@ def test_train_resume_with_other_data_of_that_name_is_one_line(either, tmp_path)
     prepare = lambda text, *percent: pd.prepare(str(tmp_path / "data/changing"), "changing", "byte", text * 999, "", percent=percent)
     prepare(b"first ", 90)
     ended(run("--dataset=changing", f"--data_dir={tmp_path / 'data'}", "--max_steps=1"))
+    ckpt = load_checkpoint(str(tmp_path / "out/ckpt.pt"))  # those of before November 2026 do not say how many tokens
+    torch.save(ckpt | dict(data={k: v for k, v in ckpt["data"].items() if k != "tokens"}), tmp_path / "out/ckpt.pt")
+    ended(run("--resume", "--max_steps=2", f"--data_dir={tmp_path / 'data'}"))
     for text, percent, words in ((b"other ", 90, ("ckpt.pt", "changing", "SHA-256")),
                                  (b"first ", 80, ("5,394 byte tokens", "4,795 byte tokens"))):  # the same text, split elsewhere
         prepare(text, percent)
@@ -3742,7 +3746,7 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     ended(train_shaq_here("--max_steps=0"))  # the best is this run's, though there was another's
     assert losses(records(tmp_path / "out"))[1].keys() == {0}
     assert torch.load(tmp_path / "out/best.pt", weights_only=True)["config"]["n_embd"] == 16
-    one_line(train_shaq_here("--eval_tokens=10", out="few"), "--eval_tokens")
+    one_line(train_shaq_here("--eval_tokens=10"), "--eval_tokens")  # before the run that is there makes way
     one_line(train_shaq_here("--resume", "--n_embd=32"), "n_embd", "checkpoint")
     one_line(train_shaq_here("--resume", "--max_minutes=9"), "max_minutes", "checkpoint", "--max_steps=N goes on")  # the schedule hangs on it
     one_line(train_shaq_here("--attn_layers=x"), "--attn_layers", "invalid N[,N] value: 'x'", status=2)
@@ -3838,6 +3842,8 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         one_line(train_shaq_here(stage2, "--preset=shaq"), "drop --preset=shaq")
         torch.save(best | dict(data=best["data"] | dict(tokenizer="gpt2")), tmp_path / "gpt2.pt")
         one_line(train_shaq_here(f"--stage2={tmp_path / 'gpt2.pt'}"), "gpt2.pt was trained on mine (", "gpt2 tokens", "byte tokens")
+        torch.save({k: v for k, v in best.items() if k != "state"}, tmp_path / "less.pt")
+        one_line(train_shaq_here(f"--stage2={tmp_path / 'less.pt'}"), "less.pt is no checkpoint of these scripts")
 
 
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
@@ -4223,7 +4229,7 @@ def server(body, ranges=True, cut=(), pause=lambda: None, length=True, part=None
 def corpus(tmp_path, monkeypatch):
     """A random text that stands for enwik8, and its zip file, packed, with size and checksum put in enwik8's place. main(flags..) prepares it
     in data; a download is kept as zip, until it is whole as part"""
-    text = RNG.integers(0, 256, 400_000, dtype=np.uint8).tobytes()
+    text = RNG.integers(0, 256, 400_000, dtype=np.uint8).tobytes().replace(b"\r\n", b"\n\n")  # of a revised text it would become one
     with zipfile.ZipFile(tmp_path / "enwik8.zip", "w", zipfile.ZIP_DEFLATED) as z:
         z.writestr("about", "of the mirror")
         z.writestr("enwik8", text)
@@ -4328,6 +4334,8 @@ def test_data_own_text_splits_and_drops_the_byte_order_mark(tmp_path, capsys, mo
         (tmp_path / "d/mine/meta.json").write_text(damage)
         fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path / "d")), "does not describe")
     fails(capsys, lambda: pd.load_dataset("enwiki", str(tmp_path / "d")), "not prepared", "did you mean enwik8?", "--name enwiki")
+    with unittest.mock.patch("os.stat", side_effect=PermissionError), pytest.raises(PermissionError):  # to prepare it again would be no help
+        pd.load_dataset("mine", str(tmp_path / "d"))
 
 
 @pytest.mark.parametrize("serve, left, asked", [
@@ -4375,7 +4383,9 @@ def test_data_revised_source_is_never_spliced(corpus, monkeypatch, capsys):
         with server(other, ranges, cut=(1000,)) as (url, seen):
             corpus.main(f"--url={url}")
         assert seen == [None, "bytes=1000-"] and corpus.zip.read_bytes() == other
-    corpus.main()  # without a url the kept one will do
+        assert pd.load_dataset("enwik8", corpus.data).meta["source"] == url
+    corpus.main()  # without a url the kept one will do, and is named, as it may be a mirror's
+    assert pd.load_dataset("enwik8", corpus.data).meta["source"] == str(corpus.zip)
 
 
 def test_data_a_server_that_sends_another_part_is_refused(corpus, capsys):
@@ -4458,7 +4468,8 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
         (["--input", latin, "--name=Enwik8"], "--name=Enwik8 is another"), (["pysource", mine], "--name of your own"),
         (["pysource", f"--from_file={latin}"], "for data sets that are downloaded"), ([mine], "--input FILE..."),
         (["shakespeare", "--from_file", none], "none", "does not exist"),
-        (["shakespeare", "--from_file", str(tmp_path)], "is not a file"), (["shakespeare", "--url=http://[::1/x"], "Invalid IPv6 URL"),
+        (["shakespeare", "--from_file", str(tmp_path)], "is no file"), (["shakespeare", "--from_file="], "--from_file= does not exist"),
+        (["fineweb10B", "--from_file", one], "one does not exist or is no folder"), ([""], "unknown data set ''"), (["shakespeare", "--url=http://[::1/x"], "Invalid IPv6 URL"),
         (["shakespeare", "--url=http://x/y", f"--from_file={one}"], "--url and --from_file"),
         (["shakespeare", "--shards=3"], "for fineweb10B")):
         fails(capsys, main(*argv), *words)
@@ -4479,6 +4490,10 @@ def test_data_inputs_add_up_without_byte_order_marks(tmp_path, capsys, monkeypat
     x = pd.load_dataset("x", str(tmp_path))
     assert pd.decode("byte", [*x.train[:], *x.val[:]]) == "a" * 100 + "b" * 100 + "c" * 100
     assert pd.decode("byte", x.train[98:102]) == pd.decode("byte", torch.tensor([97, 97, 98, 98])) == "aabb"  # arrays as lists
+    before = (tmp_path / "x/train.bin").read_bytes()
+    fails(capsys, lambda: pd.main(["--input", f"{tmp_path}/a", f"{tmp_path}/x/train.bin", "--name=x", f"--data_dir={tmp_path}"]),
+          "train.bin would be written over", "another --name")
+    assert (tmp_path / "x/train.bin").read_bytes() == before
     monkeypatch.chdir(tmp_path)
     pd.main(["--input", "a", "--name=z"])
     assert capsys.readouterr().out.endswith("train_gpt.py --dataset=z\n") and os.path.exists("data/z/meta.json")
@@ -4606,6 +4621,10 @@ def test_data_a_new_run_keeps_the_one_before_it(tmp_path, capsys, monkeypatch):
     # b's files, whole, though c ended before its first checkpoint
     old = {f"{name}.old": "b" for name in ("best.pt", "ckpt.pt")} | {"log.jsonl.old": '{"run": "b"}\n'}
     assert files() == old | {"log.jsonl": '{"run": "d"}\n'}
+    (tmp_path / "best.pt").write_text("d")  # all that a full disk had room for
+    pd.Log(str(tmp_path / "log.jsonl"), dict(run="e")).file.close()
+    assert "--resume" not in capsys.readouterr().out
+    assert files() == old | {"best.pt.old": "d", "log.jsonl.old": '{"run": "d"}\n', "log.jsonl": '{"run": "e"}\n'}
 
 
 def test_data_ctrl_c_while_a_checkpoint_is_written_is_no_failed_write(tmp_path, capsys):
@@ -4621,7 +4640,7 @@ def test_data_ctrl_c_while_a_checkpoint_is_written_is_no_failed_write(tmp_path, 
     assert not os.listdir(tmp_path) and not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["[]", "null", "3", '{"step": null}', "\0\0\0", '{"ste'])
+@pytest.mark.parametrize("damage", ["[]", "null", "3", '{"step": null}', "\0\0\0", '{"ste', "[" * 200_000])
 def test_data_a_log_is_gone_on_with_from_the_checkpoint_and_a_damaged_one_from_its_whole_part(tmp_path, capsys, damage):
     path = str(tmp_path / "log.jsonl")
     for evaluated in (True, False):  # if not, the evaluation of step 2 comes again
@@ -4630,7 +4649,7 @@ def test_data_a_log_is_gone_on_with_from_the_checkpoint_and_a_damaged_one_from_i
         pd.Log(path, dict(resumed=True), 2, evaluated).file.close()
         assert records(tmp_path)[2:] == [dict(step=2, val_loss=1)] * evaluated + [dict(resumed=True)]
     for last in (True, False):
-        lines = ['{"settings": {}}', '{"step": 0}', damage] + ([] if last else ['{"step": 1}'])
+        lines = ['{"settings": {}}', '{"step": 0}', damage] + ([] if last else ['{"step": 1}', damage])
         (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n" * (not last))
         pd.Log(path, dict(resumed=True), resume_step=2).file.close()
         assert records(tmp_path) == [dict(settings={}), dict(step=0), dict(resumed=True)]
@@ -4711,14 +4730,12 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys, monkeypatch)
     parser.add_argument("--set", default="", help="name=value,..")
     parser.add_argument("--prompt", default="\n", help="a line break is no default that a reader could see")
     assert "(default: dense)" in parser.format_help() and "(default: )" not in parser.format_help()
-    monkeypatch.setenv("LOCAL_RANK", "1")  # of torchrun's processes on a machine, all with the same mistake, one speaks
-    with pytest.raises(SystemExit, match="2"):
-        parser.parse_args(["--compile=maybe"])
-    assert capsys.readouterr().err == ""
-    waited = []  # long enough for torchrun to end them, where the first process of the machine has said the same
+    monkeypatch.setenv("LOCAL_RANK", "1")  # not the first of a machine: it waits, so that torchrun ends it where that one has said the same
+    waited = []
     monkeypatch.setattr(pd.time, "sleep", waited.append)
+    fails(capsys, lambda: parser.parse_args(["--compile=maybe"]), "expected 0 or 1", status=2)
     fails(capsys, lambda: pd.die("no such model"), "error: no such model")
-    assert waited == [1]
+    assert waited == [1, 1]
 
 
 @pytest.mark.parametrize("script, without, unsaid", [(train_gpt, ["resume"], set()), (train_shaq, [
@@ -4836,7 +4853,12 @@ def test_data_small_promises(toy, monkeypatch, capsys):
 def test_data_book_has_plain_line_ends_and_an_end(tmp_path, capsys):
     end, main = "*** END OF THE PROJECT GUTENBERG EBOOK", ["warandpeace", "--tokenizer=byte", f"--data_dir={tmp_path}"]
     (tmp_path / "book").write_bytes(("größer\r\n" * 49 + end).encode())
-    pd.main([*main, f"--from_file={tmp_path / 'book'}"])
+    with pytest.MonkeyPatch.context() as patch:  # it is the edition of these figures, whatever its line ends
+        plain = ("größer\n" * 49 + end).encode()
+        patch.setitem(pd.DATASETS, "warandpeace", replace(pd.DATASETS["warandpeace"], size=len(plain),
+                                                          digest=("sha256", hashlib.sha256(plain).hexdigest())))
+        pd.main([*main, f"--from_file={tmp_path / 'book'}"])
+    assert "not the edition" not in capsys.readouterr().err
     d = pd.load_dataset("warandpeace", str(tmp_path))
     text = "größer\n" * 49 + end
     n = len(text) * 9 // 10  # characters, not bytes: the split is that of GPT-2's tokens
@@ -4920,11 +4942,14 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
     os.makedirs(f"{data}2/fineweb10B")
     body = (shards / "fineweb_val_000000.bin").read_bytes()
     with server(body) as (url, seen):
-        Path(f"{data}2/fineweb10B/fineweb_val_000000.bin.part").write_bytes(body[:100])
+        mirror = hashlib.sha256(f"{url}".encode()).hexdigest()[:8]
+        Path(f"{data}2/fineweb10B/fineweb_val_000000.bin.{mirror}.part").write_bytes(body[:100])
         pd.main(["fineweb10B", f"--url={url}/", f"--data_dir={data}2"])  # a folder, with or without a slash
     assert seen == [None, "bytes=100-"]  # a shard goes on from its part, too
     assert Path(f"{data}2/fineweb10B/fineweb_val_000000.bin").read_bytes() == body and not list(Path(data + "2").rglob("*.part"))
-    with server(body) as (other, seen):
+    with server(body, cut=(1000, 0)) as (url, _):
+        fails(capsys, lambda: pd.main(["fineweb10B", "--shards=2", f"--url={url}", f"--data_dir={data}2"]), "stopped at 1,000", "--url")
+    with server(body) as (other, seen):  # not the rest of what another mirror began: no checksum would show it
         for _ in range(2):
             pd.main(["fineweb10B", "--shards=2", f"--url={other}", f"--data_dir={data}2"])
     assert pd.load_dataset("fineweb10B", f"{data}2").meta["source"] == other and seen == [None]

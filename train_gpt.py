@@ -225,8 +225,9 @@ def main():
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     data = shared_dataset(s, m)
-    if ckpt and ckpt["data"] != data.source:
-        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], data.source))
+    trained_on = data.source | ckpt["data"] if ckpt else data.source  # old checkpoints say less
+    if trained_on != data.source:
+        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**d) for d in (trained_on, data.source))
         die(f"{path} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew without --resume")
 
     # the batch in tokens -> micro-batches; before the model, which may take minutes
@@ -238,9 +239,10 @@ def main():
     if extra or B % (micro * m.world):
         micro = micro if "micro_batch" in typed else 1
         least = T * micro * m.world
-        near = f"{max(1, round(s['batch_tokens'] / least)) * least}, or " * (ckpt is None)  # a resumed run keeps its batch
+        other = [] if ckpt else [f"{max(1, round(s['batch_tokens'] / least)) * least}"]  # a resumed run keeps its batch
+        other += [] if extra else [f"another {'--micro_batch or ' * (B % m.world == 0)}number of processes"]
         die(f"--batch_tokens={s['batch_tokens']} is no multiple of block_size {T} x micro_batch {micro} x {m.world} processes = {least}: "
-            f"take {near}another --micro_batch or number of processes")
+            f"take {', or '.join(other)}")
     accumulate = B // (micro * m.world)
     if len(data.val) <= T:
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: lower --block_size")

@@ -139,14 +139,19 @@ def read(tokens, streams, length, at, T, device):
     return inputs_and_targets(np.stack([tokens[i * length + at:i * length + at + T + 1] for i in streams]), device)
 
 
-def evaluate(model, tokens, eval_tokens, bptt, m, streams=16):
-    """Loss in nats per token over the split's first eval_tokens, read in order with state and memory carried: the published evaluation.
-    (The published code then divides by one token a stream more than it predicts, which on enwik8's validation split makes 3e-6 less.)"""
+def eval_streams(tokens, eval_tokens, streams):
+    "-> how many streams, at most these, evaluate() reads a split in, and their length"
     total = min(len(tokens) - 1, eval_tokens)
     streams = min(streams, max(1, len(tokens) // 64))  # streams shorter than 64 tokens say little
     if total < streams:
         die(f"{total:,} tokens are too few to evaluate {streams} streams on: raise --eval_tokens, or prepare more text")
-    length = total // streams
+    return streams, total // streams
+
+
+def evaluate(model, tokens, eval_tokens, bptt, m, streams=16):
+    """Loss in nats per token over the split's first eval_tokens, read in order with state and memory carried: the published evaluation.
+    (The published code then divides by one token a stream more than it predicts, which on enwik8's validation split makes 3e-6 less.)"""
+    streams, length = eval_streams(tokens, eval_tokens, streams)
     mine = range(m.rank, streams, m.world)  # none, where there are more processes than streams
     state, nats = None, torch.zeros((), dtype=torch.float32 if m.device.type == "mps" else torch.float64, device=m.device)  # mps has no fp64
     with evaluating(model), m.autocast():
@@ -224,8 +229,9 @@ def main():
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     data = shared_dataset(s, m)
-    if ckpt and (ckpt["data"]["tokenizer"] != data.tokenizer or resume and ckpt["data"] != data.source):
-        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**d) for d in (ckpt["data"], data.source))
+    trained_on = data.source | ckpt["data"] if ckpt else data.source  # old checkpoints say less
+    if trained_on["tokenizer"] != data.tokenizer or resume and trained_on != data.source:
+        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**d) for d in (trained_on, data.source))
         die(f"{path if resume else stage2} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew")
     if s["batch"] % m.world:
         die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take "
@@ -235,6 +241,9 @@ def main():
     if length < s["bptt"]:
         die(f"--bptt={s['bptt']}: expected at most the {length:,} tokens of a stream ({len(data.train):,} in {s['batch']} streams): "
             "lower --bptt or --batch")
+    for split, most in ((data.val, 16), (data.test, 8)):
+        if split is not None:
+            eval_streams(split, s["eval_tokens"], most)  # too few end it here, not once an earlier run's files have made way
 
     # model, optimiser
     model, optimizer = build(s, c, data, m)
