@@ -44,7 +44,7 @@ import torch.nn.functional as F
 import kernels
 import train_gpt
 import train_shaq
-from kernels import hadamard_affine, hadamard_affine_norm, hadamard_norm_is_fused, hadamard_path, qrnn_pool
+from kernels import hadamard_affine, hadamard_affine_norm, hadamard_norm_is_fused, hadamard_path, hadamard_transform, qrnn_pool
 from model import (CHOICES, GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured,
                    load_checkpoint, lr_at, machine, model_of, peak_flops, processor)
 from prepare_data import (Parser, die, encode, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
@@ -640,10 +640,10 @@ def bench_compare(args):
     ("heads", dict(type=names, default="2x256x768,16x1024x768" if gpu else "2x256x192", help="one wide head's shapes, BxTxd")),
     ("rounds", dict(type=number(int, 1), default=7, help="interleaved measurements of each"))))
 def bench_kernels(args):
-    """hadamard_affine against a dense product, alpha * x + beta and a copy, alone and with the residual and LayerNorm that follow it;
-    fo-pool against an LSTM, a loop, a copy and, on a GPU, fla-core's kernel; attention with one wide head against 12. Share of a copy's
-    rate: the bytes that must move, over the time taken, over the same of a copy in the same run. One read and one write would be 1. Of the
-    backward pass alone: bytes and median time of both passes less those of forward."""
+    """hadamard_affine and hadamard_transform against a dense product, alpha * x + beta and a copy, the first also with the residual and
+    LayerNorm that follow it; fo-pool against an LSTM, a loop, a copy and, on a GPU, fla-core's kernel; attention with one wide head against
+    12. Share of a copy's rate: the bytes that must move, over the time taken, over the same of a copy in the same run. One read and one write
+    would be 1. Of the backward pass alone: bytes and median time of both passes less those of forward."""
     m = start(args)
     for d in args.widths:
         with one_line():
@@ -726,9 +726,10 @@ def affine_rows(args, m, d):
         layers["head_hadamard"] = (lambda x: hadamard_affine(x, alpha, beta, h, heads_only=True), (alpha, beta))
 
     N = args.rows * d  # forward: x read, y written; backward: x and dy read, dx written
+    alone = {"transform alone, H_d": (lambda x: hadamard_transform(x, d ** -0.5), (), [x], [dy], (2 * N, 4 * N))}  # backward: without x
     shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
            dict(op="affine", d=d, rows=args.rows, n_head=h),
-           {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()}, "dense", copy=x)
+           {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()} | alone, "dense", copy=x)
     if hadamard_norm_is_fused(d, h, h > 1):
         compiled = args.gpu and kernels.triton is not None  # as train's steps are: sum and norm are one kernel then
         if compiled:
@@ -995,7 +996,7 @@ def speed_flags(gpu, batch, T):
             ("T", dict(type=numbers, default=T, help="tokens of the prompt, one or a list")),
             ("compile", dict(type=listed(flag01), default="0,1" if gpu and kernels.triton else "0",
                              help="torch.compile of the blocks: 0, 1 or 0,1")),
-            ("runs", dict(type=number(int, 1), default=10 if gpu else 3, help="latency is their mean and standard deviation")))
+            ("runs", dict(type=number(int, 1), default=10 if gpu else 3, help="calls of each: latency is their mean and deviation")))
 
 
 def cases(args, m, measure):
