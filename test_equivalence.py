@@ -2139,12 +2139,14 @@ def test_train_settings_are_the_papers(monkeypatch):
 def test_train_keeps_dropout_from_a_gpus_operator_that_rounds_it_to_sixteenths(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
-    monkeypatch.setattr(GPT, "to", lambda model, device: model)
-    for device, dropout, wanted in (("cuda", 0.1, [False]), ("cuda", 0.125, []), ("cuda", 0.0, []), ("cpu", 0.1, [])):
-        asked.clear()
-        s, c = train_gpt.settle(dict(size="nano", n_layer=1, n_head=2, n_embd=8, dropout=dropout), {}, m := SimpleNamespace(device=torch.device(device)))
-        train_gpt.build(s, c, SimpleNamespace(vocab_size=11), m)
-        assert asked == wanted
+    small = {train_gpt: dict(size="nano", n_layer=1, n_head=2, n_embd=8), train_shaq: dict(n_embd=8)}
+    for script, model in ((train_gpt, GPT), (train_shaq, SHAQ)):
+        monkeypatch.setattr(model, "to", lambda model, device: model)
+        for device, dropout, wanted in (("cuda", 0.1, [False]), ("cuda", 0.125, []), ("cuda", 0.0, []), ("cpu", 0.1, [])):
+            asked.clear()
+            s, c = script.settle(small[script] | dict(dropout=dropout), {}, m := SimpleNamespace(device=torch.device(device)))
+            script.build(s, c, SimpleNamespace(vocab_size=11), m)
+            assert asked == wanted
 
 
 def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path):
@@ -4155,7 +4157,8 @@ def test_gpu_bench_measures(tmp_path, data_dir, device="cuda"):
     for argv in (["kernels", "--widths=96,768", "--rows=200", "--pool=2x128x32", "--heads=2x64x48", "--rounds=1"],
                  ["prefill", "--sizes=nano", "--batch=2", "--T=8", "--compile=0,1", "--runs=1"],
                  ["decode", "--sizes=nano", "--batch=2", "--T=4", "--new_tokens=2", "--runs=1", "--presets=sharnn,shaq,mean_mem"],
-                 ["train", "--sizes=nano", "--rounds=1", "--compile=1", f"--set={small}", f"--shaq_set={SHAQ_SET}"],
+                 ["train", "--sizes=nano", "--rounds=1", "--compile=1", "--models=gpt,book", f"--set={small}"],
+                 ["train", "--rounds=1", "--compile=1", "--models=shaq", f"--set={SHAQ_SET},mem_len=64"],
                  ["compare", "--seeds=2", "--compile=1", f"--set={small},max_steps=3,eval_tokens=64,dataset=mine,data_dir={data_dir}"]):
         out = subprocess.run([sys.executable, bench.__file__, *argv, f"--device={device}", f"--out={tmp_path}/{argv[0]}.jsonl"],
                              capture_output=True, text=True)

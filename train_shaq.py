@@ -110,6 +110,8 @@ def build(s, c, data, m):
     torch.manual_seed(s["seed"])
     with one_line():
         model = SHAQ(SHAQConfig(**c | dict(vocab_size=data.vocab_size))).to(m.device)
+    if m.device.type == "cuda" and 16 * model.config.dropout % 1:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # up to torch 2.11 its attention rounds dropout to sixteenths (pytorch/pytorch, 174245)
     if s["optimizer"] == "lamb":
         return model, LAMB(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"])
     return model, torch.optim.AdamW(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"], fused=True)
