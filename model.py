@@ -1545,7 +1545,8 @@ class Replayed:
 
     batch, state: lists or tuples of tensors, nested as may be, or None. figures: two numbers, overwritten by the next step. on=False: no
     graphs. A step that changes the shapes of its state is never recorded. Dropout draws what it would without a graph. whole=False: update
-    is a part of a step, which adds to the gradients of optimizer's parameters: these are to be zeroed, never None."""
+    is a part of a step, which adds to the gradients of optimizer's parameters: these are to be zeroed, never None.
+    Not between steps: generate(), whose graphs, when they go, take cuBLAS's workspace along (torch 2.12 on; pytorch/pytorch, issue 193402)."""
 
     def __init__(self, update, optimizer, on, whole=True):
         self.update, self.optimizer, self.on, self.whole = update, optimizer, on, whole
