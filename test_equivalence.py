@@ -2472,7 +2472,7 @@ BAD_FLAGS = [
     (2, ["--attn_out=hadamar"], ["hadamar", "head_hadamard"]), (2, ["--max_steps=many"], ["many"]),
     (1, ["--n_embd=100"], ["100", "96 and 104"]), (1, ["--n_embd=33"], ["n_embd=33", "n_head=2"]),
     (1, ["--attn_out=head_hadamard", "--n_head=6", "--n_embd=96"], ["n_head", "6", "4 and 8"]),
-    (1, ["--attn=dva"], ["attn=dva", "attn_out"]), (1, ["--batch_tokens=300"], ["--batch_tokens=300", "take 256, or"]),
+    (1, ["--attn=dva"], ["attn=dva", "attn_out"]), (1, ["--batch_tokens=300"], ["--batch_tokens=300", ": take 256\n"]),
     (2, ["--batch-size=8"], ["unknown flag --batch-size; did you mean --batch_tokens?"]),  # what others call it
     (1, ["--batch_tokens=288", "--micro_batch=2"], ["--batch_tokens=288", "take 256"]),
     (1, [f"--n_embd={2**24}", "--batch_tokens=300"], ["--batch_tokens=300", "take 256"]),  # said before a large model is made
@@ -5523,7 +5523,7 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, names, rows", [
-    (["kernels", "--widths=32,64", "--pool=64x8x4,2x8x4", "--heads=2x8x24", "--rows=9"], ["64", "64x8x4"], 37),
+    (["kernels", "--widths=32,64", "--pool=64x8x4,2x8x4", "--heads=2x8x24", "--rows=9"], ["64", "64x8x4"], 39),
     (["prefill", "--sizes=small,nano", "--batch=2", "--T=8"], ["small, 2 x 8"], 4),
     (["decode", "--sizes=small,nano", "--batch=2", "--T=8", "--new_tokens=1"], ["small, 2 x 8"], 4),
     (["train", "--models=gpt", "--sizes=small,nano", "--set=n_layer=1,n_embd=32,n_head=2,batch_tokens=64,block_size=32"],
@@ -5687,7 +5687,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
     assert "python bench.py eval --ckpt=" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.parse("kernels", ["--help"], False)
-    assert "\nfo-pool against an LSTM," in capsys.readouterr().out  # its docstring, without the source's indentation
+    assert "\nLayerNorm that follow it; fo-pool against an LSTM," in capsys.readouterr().out  # its docstring, without the source's indentation
 
 
 def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
