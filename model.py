@@ -601,18 +601,22 @@ def draws(n, temperature, idx, generator):
     return (u.uniform_(generator=generator) if temperature else u).to(idx.device if idx.is_cuda else "cpu")
 
 
-side_stream = lru_cache(None)(torch.cuda.Stream)  # one for each device: cuBLAS keeps a workspace for every stream it ever saw
+@lru_cache(None)
+def side_stream(device, step):
+    """Training's steps have one of their own, as from torch 2.12 on a graph that goes takes along the workspace that cuBLAS keeps for its
+    stream, which the others recorded there go on using (pytorch/pytorch, issue 193402)"""
+    return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
 def beside(device):
-    """On a GPU what runs inside runs on the stream that captured() records, as a gradient has to be added to on the stream on which the
-    first was"""
+    """On a GPU what runs inside runs on the stream on which captured() records steps, as a gradient has to be added to on the stream on
+    which the first was"""
     if device.type != "cuda":
         yield
         return
     with torch.cuda.device(device):
-        now, side = torch.cuda.current_stream(), side_stream(torch.cuda.current_device())
+        now, side = torch.cuda.current_stream(), side_stream(torch.cuda.current_device(), True)
         side.wait_stream(now)
         with torch.cuda.stream(side):
             yield
@@ -621,13 +625,13 @@ def beside(device):
 
 def captured(work, device, keep=(), pool=None):
     """work(), which takes no arguments and leaves its results in tensors that stay where they are -> the same as one CUDA graph; on other
-    devices work itself. Before it can be recorded it must run once: the tensors in keep are put back as they were. Graphs with one pool
-    (torch.cuda.graph_pool_handle()) work in the same memory."""
+    devices work itself. Before it can be recorded it must run once: the tensors in keep are put back as they were. The graphs of training's
+    steps work in one pool of memory (torch.cuda.graph_pool_handle())."""
     if device.type != "cuda":
         return work
     with torch.cuda.device(device):
         # detached: what adds up a parameter's gradient stays on the stream where the parameter was first used, and so would not be recorded
-        before, side = [t.detach().clone() for t in keep], side_stream(torch.cuda.current_device())
+        before, side = [t.detach().clone() for t in keep], side_stream(torch.cuda.current_device(), pool is not None)
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         try:
             side.wait_stream(torch.cuda.current_stream())
@@ -1545,8 +1549,7 @@ class Replayed:
 
     batch, state: lists or tuples of tensors, nested as may be, or None. figures: two numbers, overwritten by the next step. on=False: no
     graphs. A step that changes the shapes of its state is never recorded. Dropout draws what it would without a graph. whole=False: update
-    is a part of a step, which adds to the gradients of optimizer's parameters: these are to be zeroed, never None.
-    Not between steps: generate(), whose graphs, when they go, take cuBLAS's workspace along (torch 2.12 on; pytorch/pytorch, issue 193402)."""
+    is a part of a step, which adds to the gradients of optimizer's parameters: these are to be zeroed, never None."""
 
     def __init__(self, update, optimizer, on, whole=True):
         self.update, self.optimizer, self.on, self.whole = update, optimizer, on, whole
@@ -1598,6 +1601,7 @@ class Replayed:
             if not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(lr, device=device)
                 group |= dict(capturable=True) if "capturable" in group else {}
+        self.optimizer._warned_capturable_if_run_uncaptured = True  # as captured() runs the step once, which AdamW would warn of
         # with the same strides, or torch.compile would compile anew
         batch = each(batch, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t))
         state = self.states.setdefault(kind_of_state, state and each(state, torch.clone))  # all windows' lengths share one

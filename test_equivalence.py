@@ -3372,7 +3372,7 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
 
     stream, collected, recorded, ran = unittest.mock.MagicMock(), [], [], []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
-    monkeypatch.setattr(model_py, "side_stream", lambda device: stream)
+    monkeypatch.setattr(model_py, "side_stream", lambda device, step: stream)
     for name, value in dict(device=contextlib.nullcontext, stream=contextlib.nullcontext, current_device=lambda: 0, graph=graph,
                             current_stream=lambda: stream, CUDAGraph=lambda: SimpleNamespace(replay="replay")).items():
         monkeypatch.setattr(torch.cuda, name, value)
