@@ -556,7 +556,7 @@ def bench_compare(args):
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
     if kind == "gpt":
         small = "n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,lr=4e-3,max_steps=100,warmup_steps=10"
-        large = "size=nano,max_steps=1000"
+        large = "size=nano"
     else:
         small = "n_embd=64,bptt=64,max_steps=100,warmup_steps=10"
         large = "n_embd=256,bptt=128,lr=8e-3,warmup_steps=50,max_steps=1000,mem_len=512,dropout=0"

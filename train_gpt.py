@@ -32,7 +32,7 @@ from prepare_data import (Parser, StopSignal, die, diverged, duration, flag01, n
 # Settings. Defaults depend on the size; whatever is typed counts. [1] and [2] are the papers listed in model.py.
 
 RECIPES = {  # tokens a step and peak learning rate of [1, table 2]; v1 gives none for its larger sizes, which take large's
-    "nano": dict(batch_tokens=2048, micro_batch=8, lr=1e-3, min_lr=5e-5, warmup_steps=50, max_steps=1000, max_minutes=3.0,
+    "nano": dict(batch_tokens=2048, micro_batch=8, lr=2e-3, min_lr=1e-4, warmup_steps=50, max_steps=3000, max_minutes=3.0,
                  eval_interval=250, eval_tokens=2**16),
     "tiny": dict(batch_tokens=2**18, micro_batch=32, lr=6e-4),
     "small": dict(batch_tokens=2**18, micro_batch=16, lr=3e-4),
@@ -70,11 +70,11 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--batch_tokens", type=number(int, 1), help="tokens a step, over all processes (default by size: 2048 for nano, 2^18 for tiny)")
     add("--micro_batch", type=number(int, 1),
         help="sequences a process takes at a time; the rest is accumulated (default by size: 8 for nano, 32 for tiny)")
-    add("--max_steps", type=number(int, 0), help="(default 1000 for nano, else 20 tokens per parameter)")
+    add("--max_steps", type=number(int, 0), help="(default 3000 for nano, else 20 tokens per parameter)")
     add("--max_minutes", type=number(float, 0),
         help="if max_steps would take longer at the pace so far, take fewer; 0: never (default 3 for nano, else 0)")
-    add("--lr", type=number(float, 0), help="peak learning rate (default by size: 1e-3 for nano, 6e-4 for tiny)")
-    add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10; nano 5e-5, at most lr)")
+    add("--lr", type=number(float, 0), help="peak learning rate (default by size: 2e-3 for nano, 6e-4 for tiny)")
+    add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10; nano 1e-4, at most lr)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
     add("--warmup_steps", type=number(int, 0), help="linear warm-up (default 1 in 50 steps, 50 for nano)")
     add("--weight_decay", type=number(float, 0), help="of matrices (default 0.1)")
