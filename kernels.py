@@ -97,10 +97,10 @@ def _paley(m):
     chi = torch.full((q,), -1, dtype=torch.int8, device="cpu")  # quadratic character mod q: 0 at 0, +1 at squares, -1 elsewhere
     chi[torch.arange(1, q, device="cpu") ** 2 % q] = 1
     chi[0] = 0
-    core = chi.repeat(2).unfold(0, q, 1)[:q]  # (q, q), chi(i+j)
+    sums = lambda v: v.repeat(2).unfold(0, q, 1)[:q]  # (q, q), v(i+j)
     if second:  # q = 1 mod 4: C = [[0, 1], [1, chi(i-j)]] is symmetric, and so is H = C (x) [[1,1],[1,-1]] + I (x) [[1,-1],[-1,-1]]
         C = chi.new_ones(q + 1, q + 1)
-        C[0, 0], C[1:, 1:] = 0, core.flip(1).roll(1, 1)
+        C[0, 0], C[1:, 1:] = 0, sums(chi).flip(1).roll(1, 1)
         if q == 9:  # GF(9) = {a + bi}, a, b mod 3; x is a square where x^4 = a^2 + b^2 is 1
             x = torch.arange(9, device="cpu")
             a, b = x // 3, x % 3
@@ -110,7 +110,7 @@ def _paley(m):
         return torch.kron(C, chi.new_tensor([[1, 1], [1, -1]])) + torch.kron(I, chi.new_tensor([[1, -1], [-1, -1]]))
     # q = 3 mod 4: the textbook core chi(i-j) is skew. Columns taken in the order -j give chi(i+j), which is symmetric.
     H = chi.new_ones(q + 1, q + 1)
-    H[1:, 1:] = torch.where(core == 0, -1, -core)
+    H[1:, 1:] = sums(torch.where(chi == 0, -1, -chi))
     return H
 
 

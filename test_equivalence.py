@@ -160,8 +160,9 @@ VECTORS = [torch.linspace(0.5, 1.5, 64).roll(7 * i) for i in range(4)]
 
 def test_hadamard_matrix_is_symmetric_and_orthogonal_for_every_order():
     orders = [n for n in range(1, 4097) if kernels._split_order(n)]
+    room = torch.empty(4096 ** 2)  # fresh memory for each H takes longer than to fill it
     for n in orders:
-        H = hadamard_matrix(n)
+        H = room[:n * n].view(n, n).copy_(hadamard_matrix(n, torch.int8))
         X = torch.randint(0, 2, (n, 8)).mul_(2).sub_(1).float()  # +-1: every wrong row of H H or H^T survives a column with probability 1/2
         HX = H @ X
         again, back = (torch.cat((X, HX), 1).T @ H).T.chunk(2, 1)  # one more walk over H
@@ -6197,7 +6198,7 @@ def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
     work = dict(dense=lambda i: torch.autograd.grad(F.linear(x, W, b), (x, W, b), dy),
                 hadamard=lambda i: torch.autograd.grad(hadamard_affine(x, alpha, beta), (x, alpha, beta), dy))
     while len(ratios) < 4 and max(ratios, default=0) < least:  # and it can only lower the best of several rounds
-        t = bench.timed(work, machine("cpu", "float32"), rounds=3, least=0.0)  # machine: as training runs, freed memory is kept
+        t = bench.timed(work, machine("cpu", "float32"), rounds=3 if d < 4096 else 1, least=0.0)  # machine: as training runs, freed memory is kept
         ratios.append(np.median(t["dense"]) / np.median(t["hadamard"]))
     print(d, dtype, [f"{r:.1f}" for r in ratios])
     assert max(ratios) >= least, ratios
