@@ -1601,7 +1601,6 @@ class Replayed:
             if not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(lr, device=device)
                 group |= dict(capturable=True) if "capturable" in group else {}
-        self.optimizer._warned_capturable_if_run_uncaptured = True  # as captured() runs the step once, which AdamW would warn of
         # with the same strides, or torch.compile would compile anew
         batch = each(batch, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t))
         state = self.states.setdefault(kind_of_state, state and each(state, torch.clone))  # all windows' lengths share one

@@ -3371,23 +3371,26 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
         yield
         recorded.append(it)
 
-    stream, collected, recorded, ran = unittest.mock.MagicMock(), [], [], []
+    stream, streams, collected, recorded, ran = unittest.mock.MagicMock(), [], [], [], []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
-    monkeypatch.setattr(model_py, "side_stream", lambda device, step: stream)
+    monkeypatch.setattr(model_py, "side_stream", lambda device, step: streams.append(step) or stream)
     for name, value in dict(device=contextlib.nullcontext, stream=contextlib.nullcontext, current_device=lambda: 0, graph=graph,
                             current_stream=lambda: stream, CUDAGraph=lambda: SimpleNamespace(replay="replay")).items():
         monkeypatch.setattr(torch.cuda, name, value)
-    for enabled, work in itertools.product((True, False), (lambda: ran.append(1), lambda: ran.append(1) or 1 / (len(ran) % 2))):
+    with model_py.beside(GPU):
+        assert streams.pop()
+    works = lambda: ran.append(1), lambda: ran.append(1) or 1 / (len(ran) % 2)
+    for enabled, pool, work in itertools.product((True, False), (None, "pool"), works):
         (gc.enable if enabled else gc.disable)()
         ran.clear(), recorded.clear(), collected.clear()
         try:
-            assert model_py.captured(work, GPU) == "replay" and len(ran) == 2 and len(recorded) == 1
+            assert model_py.captured(work, GPU, pool=pool) == "replay" and len(ran) == 2 and len(recorded) == 1
         except ZeroDivisionError:
             assert len(ran) == 2 and not recorded
         finally:
             was = gc.isenabled()
             gc.enable()
-        assert was == enabled
+        assert was == enabled and streams.pop() == (pool is not None)  # a step's graph, and no other, on the steps' stream
 
 
 @pytest.mark.parametrize("preset", ["sharnn", "qrnn", "shaq", "mean_mem"])
@@ -6198,7 +6201,7 @@ def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
     work = dict(dense=lambda i: torch.autograd.grad(F.linear(x, W, b), (x, W, b), dy),
                 hadamard=lambda i: torch.autograd.grad(hadamard_affine(x, alpha, beta), (x, alpha, beta), dy))
     while len(ratios) < 4 and max(ratios, default=0) < least:  # and it can only lower the best of several rounds
-        t = bench.timed(work, machine("cpu", "float32"), rounds=3 if d < 4096 else 1, least=0.0)  # machine: as training runs, freed memory is kept
+        t = bench.timed(work, machine("cpu", "float32"), rounds=3, least=0.0)  # machine: as training runs, freed memory is kept
         ratios.append(np.median(t["dense"]) / np.median(t["hadamard"]))
     print(d, dtype, [f"{r:.1f}" for r in ratios])
     assert max(ratios) >= least, ratios
