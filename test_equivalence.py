@@ -1937,10 +1937,12 @@ def test_run_machine_says_what_it_chose(monkeypatch):
 def test_run_processes_share_the_work_by_rank_and_a_machines_gpus_by_local_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "")  # a script's that left it empty
     assert machine("cpu", "float32").world == 1
-    for rank, world in ((None, "8"), ("", "8"), ("1", ""), ("8", "8")):  # left over, too
-        monkeypatch.setenv("WORLD_SIZE", world)
+    for rank, world, local in ((None, "8", ""), ("", "8", ""), ("1", "", ""), ("8", "8", ""), ("x", "8", ""), ("0", "2.5", ""), ("0", "8", "x")):
+        monkeypatch.setenv("WORLD_SIZE", world)  # left over, too, or mistyped
+        monkeypatch.setenv("LOCAL_RANK", local)
         monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
-        refuses(lambda: machine("cpu", "float32"), f"RANK={rank or ''} and WORLD_SIZE={world}: start with torchrun", "unset both")
+        refuses(lambda: machine("cpu", "float32"), f"RANK={rank or ''}, WORLD_SIZE={world}, LOCAL_RANK={local}: start with torchrun, which "
+                                                   "sets all three, or unset them")
     for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):  # the second machine of 4 GPUs
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **kw: None)
@@ -2280,12 +2282,16 @@ def test_train_flags_reach_the_model_the_optimiser_and_the_data(train, tmp_path,
     assert 2e-4 < clipped < 1.01e-3 and log[1]["norm"] > 0.1  # what is said is the norm before
 
 
-def test_train_length_and_intervals_hang_on_the_model(train, monkeypatch):
+def test_train_length_and_intervals_hang_on_the_model_and_the_text(train, data_dir, monkeypatch):
     monkeypatch.setattr(train_gpt, "StopSignal", lambda: SimpleNamespace(number=15))
-    first, *_ = train("--size=tiny", keep=SHAPE + " batch_tokens dtype")[3]
-    s, n = first["settings"], first["params"]
-    steps = math.ceil(20 * n / 256)  # 20 tokens a parameter
-    assert (s["max_steps"], s["warmup_steps"], s["eval_interval"], s["min_lr"]) == (steps, steps // 50, steps // 20, pytest.approx(6e-5))
+    epoch, bounds = len(pd.load_dataset("mine", str(data_dir)).train), set()
+    for width in (32, 192):
+        first, *_ = train("--size=tiny", f"--n_embd={width}", keep=SHAPE + " batch_tokens dtype")[3]
+        s, n = first["settings"], first["params"]
+        steps = math.ceil(min(20 * n, 16 * epoch) / 256)  # 20 tokens a parameter
+        bounds.add(20 * n < 16 * epoch)
+        assert (s["max_steps"], s["warmup_steps"], s["eval_interval"], s["min_lr"]) == (steps, steps // 50, steps // 20, pytest.approx(6e-5))
+    assert bounds == {True, False}
 
 
 def test_train_on_gpt2_tokens_pads_the_vocabulary_and_prints_none_of_the_padding(train, toy, tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--batch_tokens", type=number(int, 1), help="tokens a step, over all processes (default by size: 2048 for nano, 2^18 for tiny)")
     add("--micro_batch", type=number(int, 1),
         help="sequences a process takes at a time; the rest is accumulated (default by size: 8 for nano, 32 for tiny)")
-    add("--max_steps", type=number(int, 0), help="(default 3000 for nano, else 20 tokens per parameter)")
+    add("--max_steps", type=number(int, 0), help="(default 3000 for nano, else 20 tokens per parameter, 16 epochs at most)")
     add("--max_minutes", type=number(float, 0),
         help="if max_steps would take longer at the pace so far, take fewer; 0: never (default 3 for nano, else 0)")
     add("--lr", type=number(float, 0), help="peak learning rate (default by size: 2e-3 for nano, 6e-4 for tiny)")
@@ -115,7 +115,8 @@ def build(s, c, data, m):
     torch.manual_seed(s["seed"])
     with one_line():
         model = GPT(GPTConfig(**c)).to(m.device)
-    s.setdefault("max_steps", -(-20 * model.num_params() // s["batch_tokens"]))
+    tokens = min(20 * model.num_params(), 16 * len(data.train))  # further epochs teach next to nothing: Muennighoff et al., arXiv 2305.16264
+    s.setdefault("max_steps", -(-tokens // s["batch_tokens"]))
     if m.device.type == "cuda" and 16 * model.config.dropout % 1:
         torch.backends.cuda.enable_cudnn_sdp(False)  # up to torch 2.11 its attention rounds dropout to sixteenths (pytorch/pytorch, 174245)
     return model, torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"], fused=True)
@@ -285,7 +286,7 @@ def main():
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "
         f"a step: {B} x {T} tokens = {shares}{accumulate} micro-batches x {micro} sequences")
     falls = "" if s["schedule"] == "constant" else f" -> {s['min_lr']:g}"
-    say(f"{s['max_steps']} steps, {s['max_steps'] / (windows.count // B):.2g} epochs, lr {s['lr']:g}{falls}, "
+    say(f"{s['max_steps']} steps, {s['max_steps'] / (windows.count // B):.3g} epochs, lr {s['lr']:g}{falls}, "
         f"{'compiled' if s['compile'] else 'not compiled'}{', steps as CUDA graphs' * update.on}"
         f"{', micro-batches as CUDA graphs' * update.part.on}; "
         f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
