@@ -2155,7 +2155,7 @@ def test_train_keeps_dropout_from_a_gpus_operator_that_rounds_it_to_sixteenths(m
         for device, dropout, wanted in (("cuda", 0.1, [False]), ("cuda", 0.125, []), ("cuda", 0.0, []), ("cpu", 0.1, [])):
             asked.clear()
             s, c = script.settle(small[script] | dict(dropout=dropout), {}, m := SimpleNamespace(device=torch.device(device)))
-            script.build(s, c, SimpleNamespace(vocab_size=11), m)
+            script.build(s, c, SimpleNamespace(vocab_size=11, train=[]), m)
             assert asked == wanted
 
 
@@ -2475,7 +2475,7 @@ def test_train_seed_draws_the_dropout_of_each_step_and_grad_clip_clips(either, m
 
 
 def test_train_seed_draws_the_first_weights():
-    m, data, small = machine("cpu", "float32"), SimpleNamespace(vocab_size=256), dict(n_layer=1, n_head=1, n_embd=8, attn_layers=(1,))
+    m, data, small = machine("cpu", "float32"), SimpleNamespace(vocab_size=256, train=[]), dict(n_layer=1, n_head=1, n_embd=8, attn_layers=(1,))
     for script in (train_gpt, train_shaq):
         one, again, other = (script.build(*script.settle(small | dict(seed=seed), {}, m), data, m)[0] for seed in (2, 2, 3))
         assert torch.equal(one.wte.weight, again.wte.weight) and not torch.equal(one.wte.weight, other.wte.weight)
