@@ -6101,7 +6101,7 @@ HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more)
              (36, 100, "bf16", 1536, True)],
     # their gradients, 12 and 18 bytes: 82 and 123 instructions
     "norm backward": [(62, 80, "bf16", 768, False, "fp32"), (68, 100, "bf16", 2048, False, "", "RMS"), (47, 90, "bf16", 1024, True, "fp32"),
-                      (67, 90, "bf16", 1536, True), (77, 80, "fp32", 3072, False)],
+                      (69, 90, "bf16", 1536, True), (77, 80, "fp32", 3072, False)],
     "norm few": [(42, 90, "bf16", 768, False), (38, 80, "bf16", 768, True)]
 }.items() for most, sm, dtype, d, *more in rows]
 POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((136, "pool"), (160, "pool backward"))  # most registers
