@@ -48,6 +48,13 @@ def _check_devices(name, *tensors):  # given meta and real tensors, PyTorch woul
         raise ValueError(f"{name}: its tensors are on {', '.join(str(t.device) for t in tensors)}: expected all on one device")
 
 
+def _once(name):
+    "A derivative for an operator that is itself one, and has none"
+    def refuse(ctx, *grads):
+        raise NotImplementedError(f"{name} is differentiable once: the loss must not hold a gradient that went through it")
+    return refuse
+
+
 def _reverse_mode_only(name):
     if torch.autograd.forward_ad._current_level >= 0:  # torch.library would silently return zero tangents
         raise NotImplementedError(f"{name} has derivatives in reverse mode only: take torch.autograd.grad, not jvp or jacfwd")
@@ -1076,11 +1083,18 @@ def hadamard_path(d, device, n_head=1, heads_only=False):
     return "PyTorch, as the Triton kernel has no plan for this width" if _plan(d, n_head, heads_only, 16) is None else "Triton kernel"
 
 
+def _check_floats(name, **tensors):
+    for what, t in tensors.items():
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: {what} is a {type(t).__name__}, expected a tensor")
+        if not t.is_floating_point() or t.dtype.itemsize == 1:
+            raise TypeError(f"{name}: {what} is in {t.dtype}, expected float16, bfloat16, float32 or float64; cast it first, "
+                            "e.g. with .float()")
+
+
 def _as_rows(name, x, what="x"):
     "x (..., d) as rows (N, d), contiguous"
-    if not x.is_floating_point() or x.dtype.itemsize == 1:
-        raise TypeError(f"{name}: {what} is in {x.dtype}, expected float16, bfloat16, float32 or float64; cast it first, "
-                        "e.g. with .float()")
+    _check_floats(name, **{what: x})
     if not x.dim() or not x.shape[-1]:
         raise ValueError(f"{name}: {what} has shape {tuple(x.shape)}, expected (..., d) with d of 1 or more")
     return x.reshape(-1, x.shape[-1]).contiguous()
@@ -1093,10 +1107,12 @@ def hadamard_transform(x, scale=1.0):
     fp32. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it
     orthogonal. Unlike that package's, d = 768 is the true H_768, not a cut-off H_1024. For d = 2^k H is the package's, for 12 * 2^k
     that of its hadamard_transform_12N; its 20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Raises
-    ValueError for an order that does not exist (not on meta), TypeError for another dtype, NotImplementedError under forward-mode
-    differentiation.
+    ValueError for an order that does not exist (not on meta), TypeError for another dtype or a scale that wants a gradient,
+    NotImplementedError under forward-mode differentiation.
     """
     _reverse_mode_only("hadamard_transform")
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
+        raise TypeError("hadamard_transform: scale is a number and gets no gradient; for one that is trained multiply the result by it")
     return _hadamard(_as_rows("hadamard_transform", x), None, None, None, float(scale), 1, False).view(x.shape)
 
 
@@ -1110,7 +1126,8 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     """
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)
-    d = x.shape[-1]
+    d, n_head = x.shape[-1], operator.index(n_head)
+    _check_floats("hadamard_affine", alpha=alpha, beta=beta)
     if n_head < 1 or d % n_head or alpha.shape != (d,) or beta.shape != (d,):
         raise ValueError(f"hadamard_affine: x (..., d) with d a multiple of n_head, alpha (d,) and beta (d,); got x {tuple(x.shape)}, "
                          f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
@@ -1131,7 +1148,10 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     """
     _reverse_mode_only("hadamard_affine_norm")
     rows, before = _as_rows("hadamard_affine_norm", x), _as_rows("hadamard_affine_norm", residual, "residual")
-    d, vectors = x.shape[-1], [t for t in (alpha, beta, weight, shift) if t is not None]
+    d, n_head, vectors = x.shape[-1], operator.index(n_head), [t for t in (alpha, beta, weight, shift) if t is not None]
+    _check_floats("hadamard_affine_norm", alpha=alpha, beta=beta, weight=weight, **{} if shift is None else dict(shift=shift))
+    if eps is None:
+        raise TypeError("hadamard_affine_norm: eps is None, expected a number (nn.RMSNorm's own None stands for torch.finfo(dtype).eps)")
     if n_head < 1 or d % n_head or residual.shape != x.shape or any(t.shape != (d,) for t in vectors):
         raise ValueError("hadamard_affine_norm: x (..., d) with d a multiple of n_head, residual of its shape, alpha, beta, weight, "
                          f"shift (d,); got x {tuple(x.shape)}, residual {tuple(residual.shape)}, n_head {n_head}, "
@@ -1606,6 +1626,7 @@ def _fo_autograd(ctx, dh, dc_last, _):
 
 
 _fo_op.register_autograd(_fo_autograd, setup_context=_fo_setup_context)
+_fo_backward_op.register_autograd(_once("fo_pool"))
 
 
 def _fo_pool(name, banks, H, c0):

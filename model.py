@@ -36,7 +36,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (_check_devices, _check_order, _reverse_mode_only, _split_order, hadamard_affine, hadamard_affine_norm, hadamard_matrix,
+from kernels import (_check_devices, _check_order, _once, _reverse_mode_only, _split_order, hadamard_affine, hadamard_affine_norm, hadamard_matrix,
                      hadamard_norm_is_fused, qrnn_pool, rope_backward, triton)
 
 # -----------------------------------------------------------------------------
@@ -62,7 +62,9 @@ class GPTConfig:
     init: str = "gpt2"            # gpt2 | torch: PyTorch's own defaults, embeddings N(0, 1), as in the book that [2] follows
 
 
-# To add one: its name here, a branch beside the others' (a new attn_out finds alpha and beta ready): train_gpt.py, compare and scaling take it
+# To add one: its name here and a branch beside the others'. A new attn_out's branch stands in Attention.forward, before the error, and finds
+# alpha and beta ready; parameters of its own are made in Attention.__init__ and started in GPT.init_weights (flops_per_token counts those of
+# two dimensions). train_gpt.py, compare and scaling take it.
 CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])
@@ -110,12 +112,12 @@ def make_norm(config):
     return nn.RMSNorm(config.n_embd, eps=1e-5) if config.norm == "rmsnorm" else nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
 
 
-def rope_table(block_size, width, device=None):
-    """cos and sin of position * 10000^(-2i/width): (block_size, 1, width / 2) each, fp32; RoFormer, arXiv:2104.09864. By fp64: angles in
-    fp32 put cos and sin off by 5e-5 at position 1,000, by 5e-3 at 100,000. On the CPU, as Apple's GPUs have no fp64."""
+def rope_table(block_size, width, device=None, dtype=torch.float32):
+    """cos and sin of position * 10000^(-2i/width): (block_size, 1, width / 2) each, fp32 or, for fp64, that; RoFormer, arXiv:2104.09864. By
+    fp64: angles in fp32 put cos and sin off by 5e-5 at position 1,000, by 5e-3 at 100,000. On the CPU, as Apple's GPUs have no fp64."""
     frequency = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
     angle = torch.arange(block_size, device="cpu")[:, None, None] * frequency
-    return [t.to(device or torch.get_default_device(), torch.float32) for t in (angle.cos(), angle.sin())]
+    return [t.to(device or torch.get_default_device(), torch.promote_types(dtype, torch.float32)) for t in (angle.cos(), angle.sin())]
 
 
 def rope(x, cos, sin):
@@ -271,6 +273,7 @@ def attention_gradients(ctx, g, _):
 
 
 blocked_attention.register_autograd(attention_gradients, setup_context=save_attention)
+blocked_attention_backward.register_autograd(_once("attention"))
 
 
 def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
@@ -389,8 +392,8 @@ class Attention(nn.Module):
         if self.attn_out == "dense":
             self.c_proj = nn.Linear(d, d, bias=config.bias)  # W_O
         elif self.attn_out != "none":
-            self.alpha = nn.Parameter(torch.empty(d))        # both are set in GPT.init_weights
-            self.beta = nn.Parameter(torch.empty(d))
+            self.alpha = nn.Parameter(torch.ones(d))         # GPT.init_weights starts it lower
+            self.beta = nn.Parameter(torch.zeros(d))
         self.one_pass = False                                # whether a GPU adds the residual and takes the next norm in the same kernel
         if self.attn_out in ("hadamard", "head_hadamard"):
             heads_only = self.attn_out == "head_hadamard"
@@ -492,6 +495,9 @@ class HeadLoss(torch.autograd.Function):
     where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary: 40 GB)."""
     @staticmethod
     def forward(ctx, x, weight, targets, grads):
+        if x.dim() != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:  # one target would count for all rows
+            raise ValueError(f"HeadLoss: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: expected (N, d), "
+                             "(V, d), (N,)")
         dtype = product_dtype(x)
         n = max(1, HEAD_LOGITS * (1 if x.device.type == "cpu" else 4) // len(weight))    # rows of a slice
         x_, w_, valid = x.to(dtype), weight.to(dtype), targets != -100
@@ -537,6 +543,8 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
+        if not ctx.saved_tensors:
+            raise RuntimeError("HeadLoss: grads=False promised that no backward pass would follow: pass torch.is_grad_enabled()")
         dx, dw = ctx.saved_tensors
         one = False
         if g.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -669,9 +677,12 @@ class GPT(nn.Module):
         if not 0 <= c.dropout < 1:
             raise ValueError(f"dropout={c.dropout}: expected 0 to below 1")
         step = c.n_head * (2 if c.pos == "rope" else 1)  # rope turns pairs of channels
-        if c.n_embd % step:
-            near = " or ".join(str(n) for n in (c.n_embd // step * step, c.n_embd // step * step + step) if n)
-            raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}, by an even number where pos is rope: take {near}")
+        fits = lambda n: n % step == 0 and (c.attn_out != "hadamard" or _split_order(n) is not None)
+        if not fits(c.n_embd):
+            near = [next(filter(fits, ns), None) for ns in (range(c.n_embd, 0, -1), range(c.n_embd, 64 * (c.n_embd + step)))]
+            raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}, by an even number where pos is rope"
+                             + ", and m * 2^k with m = 1, 12, 20, 28, 36, 44, 60, .. for attn_out=hadamard" * (c.attn_out == "hadamard")
+                             + f": take {' or '.join(str(n) for n in near if n) or 'another n_head'}")
         if c.attn_out == "head_hadamard":
             _check_order(c.n_head, "n_head")
         if c.attn != "mha" and c.attn_out != "dense":
@@ -715,7 +726,7 @@ class GPT(nn.Module):
             elif ".ln_" in name or name.startswith("ln_f"):
                 p.fill_(1.0)
             else:
-                raise RuntimeError(f"nothing initialises {name}")
+                raise RuntimeError(f"nothing initialises {name}: add it to GPT.init_weights")
 
     def hidden(self, idx, cache=None, pos=0):
         """idx (B, T) of tokens at positions pos.. -> final normalised states (B, T, d). pos: a number, or for one token with a cache an int64
@@ -814,15 +825,15 @@ class GPT(nn.Module):
         "Whether the head is the token embedding; a module that replaced either of them may have no weight"
         return getattr(self.lm_head, "weight", 0) is getattr(self.wte, "weight", None)
 
-    def angles(self, device=None):
-        return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device)
+    def angles(self, device=None, dtype=torch.float32):
+        return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device, dtype)
 
     def _apply(self, fn, recurse=True):
         "What .to() and its kin do, but that a cast must not round the angles, and to_empty() must neither lose them nor untie the head"
         tied, cos = self.tied(), getattr(self, "cos", None)
         super()._apply(fn, recurse)
         if cos is not None and (cos.is_meta or self.cos.dtype != cos.dtype):
-            self.cos, self.sin = self.angles(self.cos.device)
+            self.cos, self.sin = self.angles(self.cos.device, self.cos.dtype)
         if tied:
             self.lm_head.weight = self.wte.weight
         return self
@@ -838,7 +849,7 @@ class GPT(nn.Module):
             state_dict |= dict.fromkeys(names, w if isinstance(w, nn.Parameter) else nn.Parameter(w, requires_grad=False))
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)
         if w is not None and metadata.get("assign_to_params_buffers") and self.config.pos == "rope" and self.cos.is_meta:
-            self.cos, self.sin = self.angles(w.device)
+            self.cos, self.sin = self.angles(w.device, w.dtype)
 
 
 @torch.no_grad()
@@ -1004,7 +1015,7 @@ class MemoryAttention(nn.Module):
         self.W_q = nn.Linear(d, d)
         self.ln_q = nn.LayerNorm(d, eps=1e-12)
         if config.gates:
-            self.qs, self.ks, self.vs = (nn.Parameter(torch.empty(d)) for _ in range(3))   # set in SHAQ.init_weights
+            self.qs, self.ks, self.vs = (nn.Parameter(torch.zeros(d)) for _ in range(3))
             self.overparam = nn.Linear(d, 2 * d)                        # 2,099,200 parameters that make one vector
         self.drop = Dropout(config.dropout)
 
@@ -1195,7 +1206,7 @@ class SHAQ(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)       # also the decoder's weight
         self.blocks = nn.ModuleList(SHAQBlock(config, i in config.attn_layers) for i in range(1, config.n_layer + 1))
-        self.decoder_bias = nn.Parameter(torch.empty(config.vocab_size))
+        self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.drop = Dropout(config.dropout)
         self.init_weights()
 
@@ -1215,7 +1226,7 @@ class SHAQ(nn.Module):
             elif name.endswith(("wte.weight", ".conv.weight", ".W_q.weight", ".overparam.weight", ".W1.weight", ".W2.weight")):
                 p.normal_(0.0, 0.1 * d ** -0.5)
             else:
-                raise RuntimeError(f"nothing initialises {name}")
+                raise RuntimeError(f"nothing initialises {name}: add it to SHAQ.init_weights")
 
     def forward(self, idx, targets=None, state=None):
         """idx (B, T) int64 -> logits (B, T, V), state; with targets (B, T): their mean cross entropy in nats, state. state=None starts a
@@ -1647,6 +1658,17 @@ def lr_at(step, lr, min_lr, warmup_steps, max_steps, schedule="cosine"):
     return min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, t))) * (lr - min_lr)
 
 
+def schedule_notes(s, first, before, say):
+    "What may surprise in the learning rates of these settings, said at the start. before: the checkpoint's max_steps, None for a new run"
+    warmup, steps = s["warmup_steps"], s["max_steps"]
+    if first < warmup and 2 * warmup > steps:
+        say(f"note: {min(warmup, steps)} of {steps} steps are warm-up: lower --warmup_steps, or take more steps")
+    if s["schedule"] == "cosine" and before not in (None, steps):
+        was, now = (lr_at(first, s["lr"], s["min_lr"], warmup, n) for n in (before, steps))
+        if was != now:
+            say(f"note: the cosine now ends at step {steps}, not {before}: the learning rate goes on at {now:.2e}, not {was:.2e}")
+
+
 def param_groups(model, weight_decay, decay="matrices"):
     "Every parameter in exactly one group: matrices decay, vectors (biases, norms, alpha, beta) do not; decay='all': they do too"
     params = list(model.parameters())
@@ -1670,8 +1692,9 @@ def load_checkpoint(path, kind=None):
             if z.testzip():
                 raise ValueError
     except FileNotFoundError:
+        kept = f"; {path}.old, of the run before, is there: to go on with that, rename it" * os.path.exists(f"{path}.old")
         raise ValueError(f"{path or '(no name)'} does not exist: train a model first, or say where its checkpoint lies (--ckpt, --stage2, or "
-                         "for --resume --out_dir)") from None
+                         f"for --resume --out_dir){kept}") from None
     except Exception as e:  # a damaged file can raise anything
         if isinstance(e, (MemoryError, PermissionError)) or re.search("out of memory|can't allocate memory", str(e)):
             raise  # it may be a good file
@@ -1690,11 +1713,11 @@ def load_checkpoint(path, kind=None):
 
 
 def model_of(ckpt):
-    "The model of a checkpoint, on the CPU"
+    "The model of a checkpoint, on the CPU, without dropout: .train() turns that on"
     Model, Config = KINDS[ckpt["kind"]]
     model = Model(Config(**ckpt["config"]))
     model.load_state_dict(ckpt["model"])
-    return model
+    return model.eval()
 
 
 def sample_text(model, tokenizer, prompt, n, temperature=0.8, top_k=50, seed=0):

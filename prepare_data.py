@@ -104,6 +104,8 @@ def in_one_line(main, again, memory):
         for words, advice in (("C++ compiler", "torch.compile wants a C++ compiler: install g++, or take --compile=0"),
                               ("C compiler", "Triton wants a C compiler: install gcc, or uninstall triton and take --compile=0"),
                               ("too old to be", "this GPU is too old for Triton: uninstall that and take --compile=0"),
+                              ("file too short", "torch.compile's cache holds a file that a kill cut short: delete the folder "
+                               f"{os.environ.get('TORCHINDUCTOR_CACHE_DIR', 'that it is in')}, or take --compile=0"),
                               ("working triton", "torch.compile wants Triton on a GPU: install it, or take --compile=0")):
             if words in str(e):
                 die(advice)
@@ -531,11 +533,21 @@ class Dataset:
         return "byte" if self.tokenizer == "byte" else "token"
 
 
+NAME = r"\w[\w.-]*"
+
+
+def own_text(path):
+    """'--input PATH --name STEM' if path is a file, else ''."""
+    stem = re.sub(r"^\W+|[^\w.-]", "", pathlib.Path(path).stem) or "text"
+    return f"--input {quote(path)} --name {'my_' * (stem.lower() in map(str.lower, DATASETS))}{stem}" if os.path.isfile(path) else ""
+
+
 def load_dataset(name, data_dir="data"):
     """Open DATA_DIR/NAME -> Dataset. If it is not there, pysource is prepared; for any other, die with the command to type."""
     folder = os.path.join(data_dir, name)
     place = "" if data_dir == "data" else f" --data_dir={quote(data_dir)}"
-    hint = f"python prepare_data.py {name if name in DATASETS else f'--input FILE... --name {quote(name)}'}{place}"
+    own = f"--input FILE... --name {name if re.fullmatch(NAME, name) else 'NAME'}"
+    hint = f"python prepare_data.py {name if name in DATASETS else own_text(name) or own}{place}"
     path = os.path.join(folder, "meta.json")
     if name == "pysource" and not os.path.isfile(path):
         with alone(folder):
@@ -569,7 +581,10 @@ def shared_dataset(s, m):
     if m.rank == 0:
         load_dataset(s["dataset"], s["data_dir"])
     m.all(True)
-    return load_dataset(s["dataset"], s["data_dir"])
+    data = load_dataset(s["dataset"], s["data_dir"])
+    for split in filter(None, (data.train, data.val, data.test)):
+        split[:2**20]  # tokens outside the vocabulary, as a rule, end it here, not once an earlier run's files have made way
+    return data
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -745,6 +760,9 @@ def prepare(folder, name, tokenizer, raw, source, percent=(90,)):
     if not all(parts.values()):
         die(f"{source}: {len(raw)} bytes are too few to split into {', '.join(parts)}")
     tokens = {s: tokenize(p, tokenizer, f"{name} {s}") for s, p in parts.items()}
+    if len(tokens["val"]) <= 256:
+        warn(f"note: {len(tokens['val'])} tokens to validate on, fewer than one of the default windows takes: from some 10 KB of text on "
+             "there are enough")
     if too_long := [f"{s} has {len(t):,}" for s, t in tokens.items() if len(t) >= 2**31]:
         die(f"{source}: {too_long[0]} tokens, and one .bin file has room for 2^31 - 1: take less text"
             + ", or --tokenizer=gpt2" * (tokenizer == "byte"))
@@ -801,13 +819,15 @@ def main(argv=None):
 
     dataset = "pysource" if args.dataset is None else args.dataset
     name = args.name or dataset
+    if dataset not in DATASETS and (own := own_text(dataset)):
+        die(f"{dataset} is no data set's name but a file: type python prepare_data.py {own}")
     if dataset not in DATASETS:
         die(f"unknown data set {dataset!r}{nearest(dataset, DATASETS)} (known: {', '.join(DATASETS)}, --input FILE...)")
     if bool(args.input) != bool(args.name) or args.dataset and args.input:
         die("--input FILE... goes with a --name of your own and without a named data set")
     if args.input and name.lower() in map(str.lower, DATASETS):  # one folder on most Macs, and on Windows
         die(f"--name={name} is another data set's: take a --name of your own")
-    if not re.fullmatch(r"\w[\w.-]*", name):
+    if not re.fullmatch(NAME, name):
         die(f"--name {name!r} is no folder name: take letters, digits, _ - .")
     source = DATASETS[dataset]
     if (args.url or args.from_file) and not source.url:

@@ -451,8 +451,14 @@ def test_hadamard_wrong_shapes_and_dtypes_are_one_line():
                         (lambda: hadamard_affine(x, v, v, 3, True), ("n_head=3", "2 and 4")),
                         (lambda: hadamard_affine(torch.zeros(2, 50), torch.zeros(50), torch.zeros(50)), ("d=50", "48 and 56")),
                         (lambda: hadamard_affine_norm(x, v, v, x[:1], v), ("residual of its shape",)),
+                        (lambda: hadamard_transform(x, torch.ones((), requires_grad=True)), ("scale is a number", "multiply the result")),
+                        (lambda: hadamard_affine(x, 1.0, v), ("alpha is a float, expected a tensor",)),
+                        (lambda: hadamard_affine(x, v, v + 0j), ("beta is in torch.complex64",)),  # its imaginary part was lost
+                        (lambda: hadamard_affine(x, v, v, 2.0), ("integer",)),
+                        (lambda: hadamard_affine_norm(x, v, v, x, None), ("weight is a NoneType",)),
+                        (lambda: hadamard_affine_norm(x, v, v, x, v, eps=None), ("eps is None, expected a number",)),
                         (lambda: hadamard_affine_norm(*(x[:, :22], v[:22], v[:22], x[:, :22], v[:22])), ("nearest",))):
-        refuses(call, *words)
+        refuses(call, *words, kind=(ValueError, TypeError))
     vector = torch.ones(8)
     for f in (hadamard_transform, lambda x: hadamard_affine(x, vector, vector),
               lambda x: hadamard_affine_norm(x, vector, vector, x, vector)):
@@ -1028,7 +1034,8 @@ def test_gpt_impossible_settings_are_one_line():
                           (("n_embd=50", "n_head=4", "take 48 or 56"), dict(n_embd=50)), (("n_embd=12", "even"), dict(n_embd=12)),
                           (("attn=dva", "attn_out=hadamard"), dict(attn="dva", attn_out="hadamard")),
                           (("init=torch",), dict(init="torch", attn_out="hadamard")),
-                          (("92", "88 and 96"), dict(n_embd=92, n_head=2, attn_out="hadamard")),
+                          (("92", "take 88 or 96"), dict(n_embd=92, n_head=2, attn_out="hadamard")),
+                          (("n_embd=100", "n_head=5", "take 80 or 120"), dict(n_embd=100, n_head=5, attn_out="hadamard")),  # 96 is no fifth
                           (("n_head=3", "2 and 4"), dict(n_head=3, attn_out="head_hadamard")),
                           *((("of 1 or more",), {name: 0}) for name in NANO)):
         refuses(lambda: GPT(GPTConfig(**{**NANO, **config})), *words)
@@ -1040,6 +1047,18 @@ def test_gpt_impossible_settings_are_one_line():
     q = torch.randn(1, 2, 5, 4)
     refuses(lambda: attention(q, q, q, mask=torch.zeros(1, 5)), "a mask goes with one query")
     refuses(lambda: make()(torch.zeros(1, 17, dtype=torch.long)), "17 tokens, but block_size is 16")
+
+
+def test_layers_by_themselves_hold_no_memory_that_nothing_wrote():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with nan
+    try:
+        assert torch.empty(9).isnan().all()
+        made = [Attention(GPTConfig(n_embd=48, n_head=4, attn_out=out)) for out in CHOICES["attn_out"]]
+        made += [getattr(model_py, part)(SHAQConfig(n_embd=16), *more) for part, *more in (("MemoryAttention",), ("QRNN",), ("Boom",), ("SHAQBlock", True))]
+        assert all(p.isfinite().all() for layer in made for p in layer.parameters())
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def test_gpt_flops_per_token_and_breakdown_by_hand():
@@ -1323,6 +1342,10 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
     idx, m = torch.zeros(1, 5, dtype=torch.int64), GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=11, block_size=5))
     for targets in (idx[:, :1], idx[0], idx.repeat(2, 1)):
         refuses(lambda: m(idx, targets), "targets have shape", "expected that of idx, (1, 5)")
+    x, W, y = torch.randn(7, 8, requires_grad=True), torch.randn(50, 8), torch.arange(7)
+    for wrong in ((x, W, y[:1]), (x[None], W, y), (x, W.T, y)):  # one target counted for all rows
+        refuses(lambda: model_py.HeadLoss.apply(*wrong, True), "HeadLoss", "expected (N, d), (V, d), (N,)")
+    refuses(lambda: model_py.HeadLoss.apply(x, W, y, False).backward(), "grads=False", kind=RuntimeError)
     refuses(lambda: m(idx[0]), "idx has shape (5,)", "expected (B, T)")
     refuses(lambda: m.generate(idx[0], 1), "of shape (5,)", "(B, T)")
     refuses(lambda: model_py.rope(q, *torch.ones(2, 3, 1, 4).bfloat16()), "bfloat16", "cast_forward_inputs=False")  # they would be rounded
@@ -1833,7 +1856,9 @@ def test_gpt_made_on_the_meta_device_is_the_gpt(tie_weights):
     assert tie_weights or abs(book.wte.weight.std() - 1) < 0.1
     where = m.cos.data_ptr()
     assert m.to("cpu").cos.data_ptr() == where  # what has been captured or shared stays
-    assert all(torch.equal(m.to(dtype).cos, loaded.cos) for dtype in (torch.bfloat16, torch.float64))
+    assert torch.equal(m.to(torch.bfloat16).cos, loaded.cos)  # not rounded
+    exact = model_py.rope_table(m.config.block_size, m.config.n_embd // m.config.n_head, dtype=torch.float64)
+    assert torch.equal(m.double().cos, exact[0]) and torch.equal(m.sin, exact[1]) and torch.equal(m.float().cos, loaded.cos)
     flops, m.lm_head.weight = m.flops_per_token(), nn.Parameter(m.wte.weight + 1)
     assert torch.equal(m.to(torch.float32).lm_head.weight, m.wte.weight + 1) and m.flops_per_token() == flops  # untied by hand
     if tie_weights:  # a tied model has room for one of the two
@@ -1903,6 +1928,13 @@ def test_run_learning_rate_schedule():
     assert lr[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)]) and lr[10] == 1.0 and max(lr) == 1.0
     assert lr[109] == pytest.approx(0.1) and lr[119] == pytest.approx(0.1) and all(a > b for a, b in zip(lr[10:109], lr[11:110]))
     assert lr[10 + 33] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 3)))
+    for schedule, warmup, first, before, *words in (
+            ("cosine", 50, 0, None, "30 of 30 steps are warm-up"), ("cosine", 16, 0, None, "16 of 30 steps"), ("constant", 16, 0, None, "16 of 30"),
+            ("cosine", 15, 0, None), ("cosine", 16, 16, 30), ("constant", 2, 12, 60), ("cosine", 20, 12, 60, "20 of 30 steps"),
+            ("cosine", 2, 16, 30), ("cosine", 2, 16, 60, "now ends at step 30, not 60", "at 5.24e-01, not 8.73e-01")):
+        said, settings = [], dict(lr=1.0, min_lr=0.1, warmup_steps=warmup, max_steps=30, schedule=schedule)
+        model_py.schedule_notes(settings, first, before, said.append)
+        assert len(said) == bool(words) and all(w in said[0] for w in words), (schedule, warmup, first, before, said)
     assert [lr_at(t, 1.0, 0.1, 2, 9, "constant") for t in range(4)] == [0.5, 1.0, 1.0, 1.0] and lr_at(0, 1.0, 0.0, 0, 1) == 1.0
 
 
@@ -2192,6 +2224,7 @@ def test_train_learns_logs_samples_and_saves(train, tmp_path, sampled):
     ckpt = torch.load(path, weights_only=True)
     assert {"model", "optimizer", "step", "settings", "config", "data"} <= set(ckpt) and ckpt["step"] == 40
     assert all(torch.equal(v, ckpt["model"][k]) for k, v in model_of(load_checkpoint(str(path))).state_dict().items())
+    assert not any(part.training for part in model_of(ckpt).modules())
     assert sorted(os.listdir(tmp_path / "out")) == ["ckpt.pt", "log.jsonl"]
     texts = [sampled(path, "--prompt=def ", "--tokens=80", f"--seed={seed}") for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("def ")
@@ -2487,7 +2520,7 @@ def test_train_seed_draws_the_first_weights():
 BAD_FLAGS = [
     (2, ["--attn_ot=dense"], ["unknown flag --attn_ot", "did you mean --attn_out?"]), (2, ["--resume=out"], ["takes no value", "'out'"]),
     (2, ["--attn_out=hadamar"], ["hadamar", "head_hadamard"]), (2, ["--max_steps=many"], ["many"]),
-    (1, ["--n_embd=100"], ["100", "96 and 104"]), (1, ["--n_embd=33"], ["n_embd=33", "n_head=2"]),
+    (1, ["--n_embd=100"], ["100", "96 or 104"]), (1, ["--n_embd=33"], ["n_embd=33", "n_head=2"]),
     (1, ["--attn_out=head_hadamard", "--n_head=6", "--n_embd=96"], ["n_head", "6", "4 and 8"]),
     (1, ["--attn=dva"], ["attn=dva", "attn_out"]), (1, ["--batch_tokens=300"], ["--batch_tokens=300", ": take 256\n"]),
     (2, ["--batch-size=8"], ["unknown flag --batch-size; did you mean --batch_tokens?"]),  # what others call it
@@ -2497,6 +2530,8 @@ BAD_FLAGS = [
     (1, ["--batch_tokens=8"], ["--batch_tokens=8", "take"]), (1, ["--block_size=65536", "--batch_tokens=65536"], ["--block_size"]),
     (1, ["--dropout=1"], ["dropout"]), (2, ["--lr=inf"], ["--lr", "inf"]), (2, [f"--seed={2**70}"], ["--seed"]),
     (1, ["--dataset=minee"], ["minee", "not prepared", "--input FILE... --name minee"]),
+    (1, ["--dataset=a b"], ["'a b'", "--input FILE... --name NAME"]), (1, ["--min_lr=0.5"], ["--min_lr=0.5 is above --lr="]),
+    (1, [f"--dataset={__file__}"], ["not prepared", f"--input {shlex.quote(__file__)} --name test_equivalence"]),
     (1, ["--dataset=enwik8"], ["python prepare_data.py enwik8"]), (1, ["--resume"], ["ckpt.pt", "does not exist"]),
     (1, [f"--device={ABSENT}"], ["take --device=cpu"]),
 ]
@@ -2520,7 +2555,10 @@ def test_train_damaged_data_is_one_line(train, tmp_path, data_dir):
     shutil.copytree(data_dir / "mine", tmp_path / "mine")
     bad = tmp_path / "mine/train.bin"
     pd.write_bin(str(bad), np.full(len(pd.open_bin(str(bad), "")), 300, np.uint16), 65536)
-    one_line(train(f"--data_dir={tmp_path}"), "train.bin", "300", "vocabulary of 256")  # which shows where they are read
+    ended(train("--max_steps=0"))
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    one_line(train(f"--data_dir={tmp_path}"), "train.bin", "300", "vocabulary of 256")
+    assert before == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}  # the run that is there did not make way
     bad.unlink()
     one_line(train(f"--data_dir={tmp_path}"), "train.bin", "does not exist", "prepare_data.py")
 
@@ -2542,6 +2580,9 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
         one_line(train("--resume"), "3 processes", "take another number of processes")  # 8 sequences: no --micro_batch will do
     flip = bytearray(good)
     flip[len(good) // 2] ^= 1
+    os.rename(path, f"{path}.old")  # as a new run does, which then is killed
+    one_line(train("--resume"), "ckpt.pt does not exist", "ckpt.pt.old, of the run before, is there: to go on with that, rename it")
+    os.rename(f"{path}.old", path)
     files = [good[:-9], good[:1000], bytes(flip), b"", b"hello" * 99]
     for what in (dict(a=1), [1, 2], torch.zeros(3), dict(kind="GPT"), dict(kind="GPT", config=dict(n_embd=8), model={}),
                  dict(kind="GPT", config=None, model=None), dict(kind="GPT", config={}, model={}, data={})):
@@ -2905,6 +2946,9 @@ def test_fopool_errors_are_one_line():
                        (lambda: kernels.qrnn_pool(x.bfloat16(), torch.zeros(2, 2).bfloat16()), ValueError)):
         assert re.search("got .*; ", refuses(call, kind=kind))
     refuses(lambda: kernels.qrnn_pool(x, torch.empty(2, 2, device="meta")), "cpu, meta")
+    for name, f in (("fo_pool", lambda x: kernels.qrnn_pool(x)[0]), ("attention", lambda x: attention(*[x[None]] * 3))):
+        gradient, = torch.autograd.grad(f(x.requires_grad_()).sum(), x, create_graph=True)
+        refuses(lambda: gradient.sum().backward(), f"{name} is differentiable once", kind=NotImplementedError)
 
 
 def test_fopool_sigmoid_in_ptx_has_the_right_constants():
@@ -4486,7 +4530,7 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "latin").write_bytes(b"abc \xe9t\xe9")
     (empty, one, latin, none), mine = (str(tmp_path / n) for n in ("empty", "one", "latin", "none")), "--name=x"
     for argv, *words in (
-        (["enwk8"], "unknown data set 'enwk8'", "did you mean enwik8?"), (["--input", none, mine], "none does not exist"),
+        (["enwk8"], "unknown data set 'enwk8'", "did you mean enwik8?"), ([latin], f"type python prepare_data.py --input {latin} --name latin"), (["--input", none, mine], "none does not exist"),
         (["--input", empty, mine], "is empty"), (["--input", one, mine], "too few to split"),
         (["--input", one, latin, mine, "--tokenizer=gpt2"], "not UTF-8 (byte 4)"), (["--input", latin, "--name=../x"], "no folder name"),
         (["--input", latin], "--name"), (["--input", latin, "--name=enwik8"], "--name=enwik8 is another", "of your own"),
@@ -4552,6 +4596,7 @@ pd.main(sys.argv[1:])"""
 
 def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
     from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_me")  # as PyTorch itself sets it
     def ends(error):
         def main():
             raise error
@@ -4567,6 +4612,7 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
         (RuntimeError("InvalidCxxCompiler: No working C++ compiler found"), "install g++", "--compile=0"),
         (RuntimeError("Failed to find C compiler. Please specify via CC"), "install gcc", "--compile=0"),
         (TritonMissing(None), "wants Triton", "--compile=0"),
+        (RuntimeError("ImportError: /tmp/torchinductor_me/lo/main.so: file too short"), "delete the folder /tmp/torchinductor_me", "--compile=0"),
         (GPUTooOldForTriton(SimpleNamespace(name="P100", major=6, minor=0), None), "too old", "--compile=0")):
         fails(capsys, ends(error), *words)
     fails(capsys, lambda: pd.run(lambda: [0] * 2**62, memory="a smaller --n"), "out of memory: take a smaller --n (MemoryError)")

@@ -7,11 +7,11 @@ Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value 
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "                # sample from it
 
 The batch is given in tokens; micro-batches, accumulation and processes divide it, and the loss curve is the same however they do (up to
-rounding, without dropout). Nothing random is kept from step to step: batches and dropout are functions of (seed, step), so a resumed run
-is the uninterrupted one, its schedule, once --max_minutes has cut it, what it was. An evaluation saves, unless the last save was less than
-ten times as long ago as it took; the last always does. Ctrl-C or a signal saves first; torchrun kills what has not saved within 30
-seconds, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more (torch 2.12 on). A step's line: norm is the gradient's before clipping; MFU (model
-FLOP/s utilisation) is the FLOP/s of the model's matrix products, by flops_per_token(), as a share of the device's, printed at the start.
+rounding; dropout draws anew). Nothing random is kept from step to step: batches and dropout are functions of (seed, step), so a resumed
+run continues exactly; a schedule that --max_minutes has shortened stays shortened. Evaluations also save, in at most a tenth of the time;
+the last always does. Ctrl-C or a signal saves first; torchrun kills what has not saved within 30 seconds, unless
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more (torch 2.12 on). A step's line: norm is the gradient's before clipping; MFU (model FLOP/s
+utilisation) is the FLOP/s of the model's matrix products, by flops_per_token(), as a share of the device's, printed at the start.
 """
 import argparse
 import os
@@ -24,7 +24,7 @@ import torch
 
 from kernels import hadamard_path, triton
 from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine, param_groups,
-                   peak_flops, sample_text)
+                   peak_flops, sample_text, schedule_notes)
 from prepare_data import (Parser, StopSignal, die, diverged, duration, flag01, number, one_line, report, run, shared_dataset, shorten,
                           start_log, unchanged, write_or_warn)
 
@@ -54,8 +54,8 @@ def parse(argv=None, prog="train_gpt.py"):
     for name, what in dict(
             attn="multi-head attention, or Dynamic Value Attention, as trained in its paper (there with --n_head=1 --mlp=none) or in its "
                  "outer form",
-            attn_out="in the place of mha's output projection: that itself, a Hadamard transform, one over heads only, a scale and bias "
-                     "alone, or nothing",
+            attn_out="in the place of mha's output projection: that itself, a Hadamard transform (n_embd = m * 2^k with m = 1, 12, 20, 28, "
+                     "..), one over heads only (then n_head), a scale and bias alone, or nothing",
             mlp="feed-forward block", pos="how attention knows positions", norm="before each branch and at the end",
             init="initial weights: GPT-2's, or PyTorch's own, as in the experiment of gpt2_book and dva_book").items():
         add(f"--{name}", choices=CHOICES[name], help=f"{what} (default {getattr(GPTConfig, name)})")
@@ -104,6 +104,8 @@ def settle(typed, stored, m):
     s |= RECIPES.get(size, RECIPES["large"]) | stored | typed
     if "min_lr" in s and "min_lr" not in stored | typed:
         s["min_lr"] = min(s["min_lr"], s["lr"])  # nano's could be above a low --lr: the cosine would climb
+    if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
+        die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
     s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # on --resume: not cut to max_minutes
     model = {f.name: s[f.name] for f in fields(GPTConfig) if f.name in s}
     return s, SIZES[s["size"]] | model
@@ -246,7 +248,7 @@ def main():
             f"take {', or '.join(other)}")
     accumulate = B // (micro * m.world)
     if len(data.val) <= T:
-        die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: lower --block_size")
+        die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: prepare more text, or lower --block_size")
     windows = Windows(data.train, T, B, s["seed"], m.device)
 
     # model, optimiser
@@ -284,12 +286,13 @@ def main():
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
     shares = f"{m.world} processes x " if m.world > 1 else ""
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "
-        f"a step: {B} x {T} tokens = {shares}{accumulate} micro-batches x {micro} sequences")
+        f"a step: {B} x {T} tokens = {shares}{accumulate} micro-batch{'es' * (accumulate > 1)} x {micro} sequences")
     falls = "" if s["schedule"] == "constant" else f" -> {s['min_lr']:g}"
     say(f"{s['max_steps']} steps, {s['max_steps'] / (windows.count // B):.3g} epochs, lr {s['lr']:g}{falls}, "
         f"{'compiled' if s['compile'] else 'not compiled'}{', steps as CUDA graphs' * update.on}"
         f"{', micro-batches as CUDA graphs' * update.part.on}; "
         f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
+    schedule_notes(s, first, ckpt and ckpt["settings"]["max_steps"], say)
 
     def save(step):
         "On every rank: none goes on, or leaves, before the file is there"

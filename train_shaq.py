@@ -9,9 +9,9 @@ Train SHA-RNN, any of its ablations, or SHAQ, on parallel streams of text read i
 
 The training split is cut into --batch streams of equal length, read side by side in windows of random length. Recurrent state and
 attention's memory carry over from window to window, cut from the graph, and are dropped at an epoch's start. Several processes share the
-streams. Windows and dropout are functions of (seed, step); state, memory and position are in the checkpoint: a resumed run is the
-uninterrupted one, its schedule, once --max_minutes has cut it, what it was. An evaluation saves, unless the last save was less than ten
-times as long ago as it took; the last always does. best.pt follows every best loss.
+streams. Windows and dropout are functions of (seed, step); state, memory and position are in the checkpoint: a resumed run continues
+exactly; a schedule that --max_minutes has shortened stays shortened. Evaluations also save, in at most a tenth of the time; the last
+always does. best.pt follows every best loss.
 """
 import argparse
 import math
@@ -25,7 +25,7 @@ import torch
 
 from kernels import triton
 from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint, lr_at,
-                   machine, peak_flops, sample_text)
+                   machine, peak_flops, sample_text, schedule_notes)
 from prepare_data import (Parser, StopSignal, die, diverged, duration, flag01, number, one_line, report, run, shared_dataset, shorten,
                           start_log, unchanged, write_or_warn)
 
@@ -48,7 +48,7 @@ blocks.__name__ = "N[,N]"  # argparse says "invalid N[,N] value"
 def parse(argv=None, prog="train_shaq.py"):
     parser = Parser(prog=prog, description=__doc__, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
-    add("--preset", choices=SHAQ_PRESETS, help="(default shaq)")
+    add("--preset", choices=SHAQ_PRESETS, help="which of the paper's models (default shaq)")
     add("--rnn", choices=["lstm", "qrnn"], help="instead of the preset's, as all down to --n_head")
     add("--ff", choices=["boom", "ffn", "none"], help="feed-forward part of a block")
     add("--memory", choices=["full", "mean", "none"], help="what attention sees of earlier windows")
@@ -102,6 +102,8 @@ def settle(typed, stored, m):
              compile=m.device.type == "cuda" and triton is not None) | (PAPER if m.device.type == "cuda" else LAPTOP)
     s |= SHAQ_PRESETS[(s | stored | typed)["preset"]] | stored | typed
     s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # on --resume: not cut to max_minutes
+    if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
+        die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
     return s, {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s} | dict(mean_window=s["bptt"])
 
 
@@ -242,7 +244,7 @@ def main():
     length = (len(data.train) - 1) // s["batch"]
     if length < s["bptt"]:
         die(f"--bptt={s['bptt']}: expected at most the {length:,} tokens of a stream ({len(data.train):,} in {s['batch']} streams): "
-            "lower --bptt or --batch")
+            "prepare more text, or lower --bptt or --batch")
     for split, most in ((data.val, 16), (data.test, 8)):
         if split is not None:
             eval_streams(split, s["eval_tokens"], most)  # too few end it here, not once an earlier run's files have made way
@@ -264,6 +266,7 @@ def main():
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = each(ckpt.pop("state"), lambda t: t[streams.start:streams.stop].to(m.device))  # this process's streams
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
+    before = ckpt["settings"]["max_steps"] if resume else None
     ckpt = None  # stage 2 has no use for what is left
     if s["compile"]:
         model.compile()
@@ -288,6 +291,7 @@ def main():
         f"about {per_epoch:,.0f} steps an epoch")
     say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}, {'compiled' if s['compile'] else 'not compiled'}"
         f"{', steps as CUDA graphs' * update.on}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
+    schedule_notes(s, first, before, say)
 
     def save(step, where):
         "On every rank: each holds the state of its own streams, and none goes on, or leaves, before the file is there"
