@@ -70,9 +70,10 @@ ABLATIONS = {  # [3, tables 1 and 2]: hours an epoch on a V100, parameters, test
 # MiB): those runs kept fp32 weights. The tokens/s do not follow from the latencies (65,536 tokens in 33 ms are 2.0M/s): both are shown.
 PREFILL = {"tiny": ((33.157, 150126, 16264), (32.366, 156133, 16227)), "small": ((84.699, 53154, 21330), (83.204, 55956, 21233)),
            "base": ((129.595, 26921, 26504), (126.442, 28585, 26289)), "large": ((174.158, 16188, 32240), (169.501, 17318, 31857))}
-DECODE = {  # tokens/s, by batch and new tokens. v1's latencies are those of 16 tokens (272 ms * 60,238 / 1024 = 16.0)
-    (2048, 64): {"tiny": (52820, 53730), "small": (19978, 20409), "base": (10723, 11135), "large": (8025, 8312)},  # [1, table 4]
-    (1024, 16): {"tiny": (60238, 59478), "small": (24854, 25797), "base": (13417, 13974), "medium_v1": (7896, 8266),  # v1, table 3
+DECODE = {  # tokens/s, by batch, prompt and new tokens. v2 names no prompt: one token here. v1's latencies are those of 16 new tokens
+    # (272 ms * 60,238 / 1024 = 16.0)
+    (2048, 1, 64): {"tiny": (52820, 53730), "small": (19978, 20409), "base": (10723, 11135), "large": (8025, 8312)},  # [1, table 4]
+    (1024, 2, 16): {"tiny": (60238, 59478), "small": (24854, 25797), "base": (13417, 13974), "medium_v1": (7896, 8266),  # v1, table 3
                  "large_v1": (5353, 5683), "xl_v1": (3605, 3827), "xxl_v1": (2767, 2951)}}
 PERPLEXITY = {"small": (1.55e19, 21.54, 21.39), "base": (6.61e19, 17.41, 17.35), "large": (2.06e20, 16.17, 15.70)}  # FLOPs, dense, Hadamard
 ZERO_SHOT = {  # v1, table 4, in percent: dense, Hadamard. It does not say whether acc or acc_norm.
@@ -1093,7 +1094,7 @@ def bench_decode(args):
         kv = cached * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
         for mode, work in [("eager", eager)] + [("graph", graph)] * args.gpu:
             t = {k: v / n for k, v in timed(work, m, args.runs, least=0.0).items()}
-            gain, papers = gains(t), dict(zip(OUTS, DECODE.get((B, n), {}).get(size, ())))  # dense, hadamard
+            gain, papers = gains(t), dict(zip(OUTS, DECODE.get((B, T, n), {}).get(size, ())))  # dense, hadamard
             for out, v in t.items():
                 step, paper_rate = v.mean(), papers.get(out)
                 rate, floor = B / step, (sum(q.nbytes for q in models[out].parameters()) + kv) / copy
@@ -1199,7 +1200,8 @@ def bench_train(args):
             papers = {n: 90e6 / (ABLATIONS[n][0] * 3600) for n, t in trainers.items() if ABLATIONS[n][0] and paper_quality("shaq", t)}
         elif all(replace(t.model.config, attn="mha") == GPTConfig(**SIZES[t.s["size"]] | dict(attn="mha")) for t in trainers.values()):
             papers = dict(gpt2_book=1, dva_book=1 / (1 - 0.376))  # 15 min 47 s -> 9 min 51 s
-        for name, s in timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0).items():
+        seconds = timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0)
+        for name, s in seconds.items():
             t, tokens = trainers[name], np.mean(trainers[name].tokens[-args.rounds:])
             paper = papers.get(name) if kind == "shaq" and t.model.config.n_embd == SHAQConfig.n_embd else None
             # SHAQ's windows differ in length, but step i of all variants is the same one
@@ -1208,10 +1210,13 @@ def bench_train(args):
             record(args, model=kind, variant=name, seconds=s.tolist(), tokens=tokens, tokens_per_s=rate, mfu=rate * t.flops / peak,
                    peak_mib=memory[name], params=t.params, compiled=args.compile)
         base, *others = rates
+        by_out = {name.rpartition(", ")[2]: s for name, s in seconds.items()}
+        gain = gains(by_out) if set(OUTS) == set(by_out) else {}
         for name in others:
             paper = papers[name] / papers[base] if name in papers and base in papers else None
             x = rates[name] / rates[base]
-            ratios.append((f"{name} against {base}", paper, x, paper and x - paper, 1 / x - 1))
+            share = gain.get(name.rpartition(", ")[2], {}).get("share")
+            ratios.append((f"{name} against {base}", paper, x, paper and x - paper, 1 / x - 1, share))
         for name in trainers if args.profile else ():
             with fits(f"{name}'s profile"):
                 # the first step under the profiler is not counted: what that allocates leaves a CPU fresh memory to write to
@@ -1231,7 +1236,7 @@ def bench_train(args):
         "model", "parameters {:,}", "tokens a step {:,.0f}", "ms", "paper (V100), tokens/s {:,.0f}", "tokens/s {:,.0f}",
         "difference {:.2f} times", "MFU {:.1%}", "peak MiB {:,.0f}"], rows)
     table(args, "Speed ratios of the same run", ["", "paper, times as fast {:.2f}", "measured {:.2f}", "difference {:+.2f}",
-                                                 "time a token {:+.1%}"], ratios)
+                                                 "time a token {:+.1%}", "share of identity's gain {:.2f}"], ratios)
     if profiles:
         most = {op: max(p.get(op, 0) for p in profiles.values()) for p in profiles.values() for op in p}
         most = sorted((op for op in most if most[op] > 0.02), key=most.get, reverse=True)
@@ -1704,8 +1709,9 @@ def plot_decode(plt, rows):
                 mine = [r for r in rows if (r["size"], r["T"], r["variant"]) == (size, T, out)]
                 batches = sorted({r["batch"] for r in mine})
                 ax.plot(batches, [max(r["tokens_per_s"] for r in mine if r["batch"] == b) for b in batches], **style(i), label=out)
-                if i < 2 and size in DECODE[2048, 64] and any((r["batch"], r["new_tokens"]) == (2048, 64) for r in mine):
-                    ax.plot(2048, DECODE[2048, 64][size][i], **PAPER, color=COLORS[i], label=f"paper, {out}")
+                for (B, prompt, n), papers in DECODE.items() if i < 2 else ():
+                    if prompt == T and size in papers and any((r["batch"], r["new_tokens"]) == (B, n) for r in mine):
+                        ax.plot(B, papers[size][i], **PAPER, color=COLORS[i], label=f"paper, {out}")
             ax.set(xlabel="batch, sequences", ylabel="tokens/s", title=f"{size}, prompt of {T}")
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_formatter("{x:g}")
