@@ -2826,6 +2826,55 @@ def test_fopool_triton_equals_torch(B, T, H, act, chunk, segments, dtype, tol, m
             assert x.dtype == r.dtype and (x - r).abs().max() <= tol * r.abs().max()
 
 
+@needs_triton
+def test_triton_kernels_reach_beyond_2_31_elements(monkeypatch):
+    "Interpreted, each kernel's last program alone, in memory of which nothing else is touched; on a GPU all programs"
+    if torch.cuda.is_available():
+        where = dict(device=GPU)
+        if torch.cuda.get_device_properties(GPU).total_memory < 24 * 2**30:
+            pytest.skip("wants 16 GiB of a GPU")
+    else:
+        where = dict(device="cpu")
+        if os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 8 * 2**30:
+            pytest.skip("wants addresses for 13 GB, of which Linux gives a small machine fewer")
+        monkeypatch.setattr(interpreter, "range", lambda n, *rest: range(n - 1, n) if not rest and n > 2**12 else range(n, *rest), raising=False)
+        monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True, debug=True))  # an error, where 32 bits would overflow
+
+    def long(*shape):  # random numbers in its last place
+        x = torch.empty(-(-2**31 // math.prod(shape)) + 2, *shape, dtype=torch.bfloat16, **where)
+        x[-1] = torch.randn(shape, **where)
+        return x
+
+    for d, h, only in ((1024, 16, False), (768, 12, False), (1024, 16, True)):
+        x, (alpha, beta, weight), how = long(d), torch.randn(3, d, **where), (h, only)
+        y, last = kernels._transform_triton(x, alpha, beta, None, d ** -0.5, *how), x[-1:].float().cpu()
+        exact = kernels._transform_torch(last, alpha.cpu(), beta.cpu(), None, d ** -0.5, *how)
+        assert x.numel() > 2**31 and error(y[-1:].cpu(), exact.double()) < 5e-3
+        del y
+        out, normed, _ = kernels._norm_triton(x, x, alpha, beta, weight, None, d ** -0.5, 1e-5, False, *how)
+        exact = last + exact
+        assert error(out[-1:].cpu(), exact.double()) < 5e-3
+        assert error(normed[-1:].cpu(), F.layer_norm(exact, (d,), weight.cpu()).double()) < 1e-2
+        del x, out, normed
+    gates = long(8, 96)
+    h, c, edges = kernels._fo_forward_triton(*gates.chunk(3, -1), None, True)
+    last = gates[-1:].cpu()
+    exact = kernels._fo_forward_torch(*last.float().chunk(3, -1), None, True)
+    assert error(h[-1:].cpu(), exact[0].double()) < 5e-3 and error(c[-1:].cpu(), exact[1].double()) < 5e-3
+    dh, grads = torch.empty_like(h), torch.empty_like(gates)
+    dh[-1] = 1
+    dc0 = kernels._fo_backward_triton(*gates.chunk(3, -1), edges, dh, None, *grads.chunk(3, -1), True)
+    wanted = torch.empty_like(last.float())
+    exact = kernels._fo_backward_torch(*last.float().chunk(3, -1), exact[2], torch.ones(1, 8, 32), None, *wanted.chunk(3, -1), True)
+    assert error(grads[-1:].cpu(), wanted.double()) < 5e-3 and error(dc0[-1:].cpu(), exact.double()) < 5e-3
+    (B, T, *_), angles = (out := long(512, 3, 2, 64)).shape, model_py.rope_table(512, 64, **where)
+    dx = torch.empty(B, 2, T, 64, dtype=out.dtype, **where)
+    dx[-1] = torch.randn(2, T, 64, **where)
+    kernels._rope_backward_triton([dx] * 3, *angles, out)
+    kernels._rope_backward_torch([dx[-1:].cpu()] * 3, *(t.cpu() for t in angles), wanted := torch.empty_like(out[-1:].cpu()))
+    assert error(out[-1:].cpu(), wanted.double()) < 5e-3  # the interpreter cuts off what a GPU rounds
+
+
 @pytest.fixture
 def inside(monkeypatch):
     "Interpreted kernels read and write in their arguments' memory alone. A missing mask need not show in any result; a GPU may stop at it."
@@ -6213,7 +6262,7 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compiled):
         if kind == "forward" and code.plan["V"] >= 4 and (wide[0] < ops.count("LDG") or wide[1] < tiles):
             faults.append((what, "loads or stores of fewer than 8 bytes", wide))
         far = {"grads": 4, "backward": 5, "norm": 4, "norm backward": 10 - ("RMS" in what)}.get(kind, 2)
-        if code.far < far:  # no test here has 2^31 elements
+        if code.far < far:  # where a kernel loops over rows no test has 2^31 elements
             faults.append((what, "32-bit offsets of rows", code.far))
         one_warp = kind in ("forward", "pre", "few", "norm few") and code.plan["INNER"]
         if one_warp and (code.shared or any(op.startswith("BAR") for op in code.ops)):
