@@ -249,6 +249,10 @@ def test_hadamard_affine_norm_is_its_parts(rms):
     low = [leaf[0].detach().bfloat16().requires_grad_(), *(t.detach().float().requires_grad_() for t in leaf[1:])]  # as under autocast
     torch.library.opcheck(kernels._hadamard_norm, (*low[:5], None if rms else low[5], 0.2, 1e-5, rms, n_head, False))
     assert not hadamard_norm_is_fused(22)
+    x, r, v, shift = (t.detach() for t in (leaf[0], leaf[1], leaf[2], leaf[3]))
+    _, y = hadamard_affine_norm(x, v, v, r, v, shift, eps=0.3, rms=rms)  # RMSNorm, too, may have a shift
+    wide = r + hadamard_affine(x, v, v)
+    assert error(y, (F.rms_norm(wide, (d,), v, 0.3) if rms else F.layer_norm(wide, (d,), v, None, 0.3)) + shift) < 1e-12
     if not rms:  # shift's gradient is rounded to shift's dtype, not to weight's
         low[4] = low[4].detach().bfloat16().requires_grad_()
         g = torch.randn(2, d).bfloat16()
@@ -373,6 +377,10 @@ def test_hadamard_takes_any_strides_and_any_number_of_rows():
         assert y.shape == x.shape and error(y, alpha * (x @ H) + beta) < 1e-12
         dx, = torch.autograd.grad(y, x, dy)
         assert dx.shape == x.shape and error(dx, (alpha * dy) @ H) < 1e-12
+    with unittest.mock.patch.object(kernels, "_hadamard", lambda g, *how, f=kernels._hadamard: seen.append(g.is_contiguous()) or f(g, *how)):
+        seen, x = [], randn(7, d, grad=True)
+        torch.autograd.grad(hadamard_transform(x), x, randn(d, 7).T)
+    assert seen == [True, True]  # the gradient's rows, too: the fake operator promises them, and inductor checks
     x = randn(1, 2**15 + 1).T  # of width 1, in blocks of rows, the last ones a row shorter
     assert error(hadamard_affine(x, alpha[:1], beta[:1]), alpha[:1] * x + beta[:1]) < 1e-15
     a = alpha.clone().requires_grad_()
@@ -475,6 +483,7 @@ def test_hadamard_operators_pass_opcheck():
     alpha, beta, pre = (torch.randn(24, requires_grad=True) for _ in range(3))
     torch.library.opcheck(kernels._hadamard, (x, alpha, beta, None, 0.2, 1, False))
     torch.library.opcheck(kernels._hadamard, (x, None, None, pre, 1.0, 12, True))
+    assert torch.autograd.gradcheck(lambda *t: kernels._hadamard(*t, 0.2, 2, False), [t.detach().double().requires_grad_() for t in (x, alpha, beta, pre)])
     refuses(lambda: kernels._hadamard(x, None, beta, None, 0.2, 1, False), "beta without alpha", kind=AssertionError)  # was left out
     torch.library.opcheck(kernels._hadamard_grads, (x, dy, 0.2, 2, False))
     torch.library.opcheck(kernels._hadamard_grads, (x.detach().bfloat16(), dy.detach().bfloat16(), 0.2, 2, False))
@@ -634,7 +643,8 @@ def test_operators_without_triton_where_it_is_turned_off(monkeypatch, request):
 def test_hadamard_triton_takes_what_it_can_hold():
     takes = lambda dtype, d: kernels._on_triton(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, d), element_size=lambda: 4), 1, False)
     assert not takes(torch.int32, 64) and not takes(torch.float64, 64) and not takes(torch.float32, 2**17)
-    assert takes(torch.float32, 64) == takes(torch.float32, 2**16) == (kernels.triton is not None)
+    assert {takes(*how) for how in ((torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 64), (torch.float32, 2**16))} == {
+        kernels.triton is not None}
     plans = {how: kernels._plan(*how, 16) for how in ((28, 1, False), (36, 1, False), (144, 12, False), (64, 8, True), (48, 4, True),
                                                       (8192, 64, True), (6144, 96, True))}
     assert [how for how, plan in plans.items() if plan] == [(28, 1, False), (64, 8, True), (8192, 64, True)] * (kernels.triton is not None)
@@ -960,6 +970,10 @@ def test_gpt_dropout_is_off_in_eval_and_on_in_training(monkeypatch):
     monkeypatch.setattr(model_py, "attention", lambda *a, dropout, mask: places.append(dropout) or attention(*a, None, None, dropout, mask))
     m(idx)
     assert places == [0.5] * (1 + 3 * len(m.h))  # the embedding, then attention's weights and both branches of each block
+    monkeypatch.setattr(model_py, "attention", lambda *a: places.append(a[5]) or attention(*a))
+    make(dropout=0.25, attn="dva_outer").train()(idx)
+    assert places[-2:] == [0.25] * 2
+    monkeypatch.setattr(model_py, "attention", attention)
     for module in m.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -986,7 +1000,7 @@ def test_gpt_dropout_by_many_draws_at_once_is_dropout(p, dtype):
 
 
 @pytest.mark.parametrize("config", [dict(), dict(norm="rmsnorm"), dict(attn="dva", n_head=1, mlp="none", pos="learned", bias=False),
-                                    dict(attn_out="hadamard", mlp="gelu", tie_weights=False)])
+                                    dict(attn_out="hadamard", mlp="gelu", tie_weights=False), dict(mlp="none")])
 def test_gpt_is_written_out(config):
     "All but attention, which has tests of its own"
     def norm(part, x):
@@ -1061,7 +1075,7 @@ def test_layers_by_themselves_hold_no_memory_that_nothing_wrote():
     try:
         assert torch.empty(9).isnan().all()
         made = [Attention(GPTConfig(n_embd=48, n_head=4, attn_out=out)) for out in CHOICES["attn_out"]]
-        made += [getattr(model_py, part)(SHAQConfig(n_embd=16), *more) for part, *more in (("MemoryAttention",), ("QRNN",), ("Boom",), ("SHAQBlock", True))]
+        made += [part(SHAQConfig(n_embd=16)) for part in (MemoryAttention, model_py.QRNN, model_py.Boom, SHAQ)]
         assert all(p.isfinite().all() for layer in made for p in layer.parameters())
     finally:
         torch.use_deterministic_algorithms(before)
@@ -1167,6 +1181,10 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
             kernels.rope_backward._init_fn([dx] * 3, torch.zeros(shapes), torch.zeros(shapes))
             assert calls == ["triton"] * (len(shapes) == 3 and shapes[0] == T and kernels.triton is not None)
         calls.clear()
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            kernels.rope_backward._init_fn([dx.to(dtype)] * 3, *table)
+        assert calls == ["triton"] * 2 * (kernels.triton is not None)
+        calls.clear()
         for B in (2**16 - 1, 2**16):  # a grid's third axis counts to 65535
             kernels.rope_backward._init_fn([torch.zeros(1, 1, 1, 2).as_subclass(Cuda).expand(B, 1, 1, 2)], *2 * [torch.zeros(1, 1, 1)])
         assert calls == ["triton"] * (kernels.triton is not None)
@@ -1179,7 +1197,7 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
 
 @needs_triton
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
-def test_rope_backward_kernel_turns_back_and_takes_any_strides(dtype, tol):
+def test_rope_backward_kernel_turns_back_and_takes_any_strides(dtype, tol, inside):
     device = GPU if torch.cuda.is_available() else "cpu"
     for B, T, h, w in ((3, 37, 3, 6), (1, 5, 1, 2), (2, 18, 5, 64), (1, 3, 5, 96), (0, 3, 2, 4)):  # beside tiles of 16 rows, 4 heads, 2^n
         wide, late, turned, first = (torch.randn(*shape, device=device).to(dtype) for shape in (
@@ -1431,7 +1449,7 @@ def test_gpt_blocked_attention_drops_the_same_when_it_is_recomputed(monkeypatch)
 @pytest.mark.parametrize("attn", CHOICES["attn"])
 @pytest.mark.parametrize("pos", CHOICES["pos"])
 def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
-    m, idx = make(scale=3.0, attn=attn, pos=pos, dropout=0.5), torch.randint(0, 97, (3, 5))
+    m, idx = make(scale=3.0, attn=attn, pos=pos, dropout=0.5, mlp="none" if attn == "dva" else "swiglu"), torch.randint(0, 97, (3, 5))
     state = torch.get_rng_state()
     for temperature, top_k, n in ((0, None, 40), (1.0, None, 40), (0.7, 5, 9), (99, 2, 9)):  # 5 + 40 is past block_size twice, 5 + 9 is not
         args = [(n, temperature, top_k, torch.Generator().manual_seed(7), use_cache) for use_cache in (True, False)]
@@ -1547,7 +1565,8 @@ def test_peak_flops_knows_cards_by_whole_words(monkeypatch):
     monkeypatch.setattr(model_py, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # a second at each look
     measured = 20 * 2 * 4096 ** 3 / 1e12  # of other cards
     for name, peak in (("H200", 989), ("H200 NVL", 836), ("H100 80GB HBM3", 989), ("H100 NVL", 836), ("H100 PCIe", 756),
-                       ("A100-SXM4-80GB", 312), ("L40", 181), ("L40S", 362), ("L4", 121), ("GeForce RTX 4090", 165),
+                       ("A100-SXM4-80GB", 312), ("L40", 181), ("L40S", 362), ("L4", 121), ("A10G", 70), ("RTX A6000", 155), ("B200", 2250),
+                       ("GeForce RTX 3090", 71), ("GeForce RTX 4090", 165),
                        *((other, measured) for other in ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 3090 Ti", "A100-SXM4-40GB MIG 1g.5gb"))):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: f"NVIDIA {name}")
         assert model_py.peak_flops(model_py.Machine(torch.device("cuda"), torch.bfloat16, 0, 1, ""))[0] == peak * 1e12
@@ -1772,7 +1791,7 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
     "Mix, scale, bias, residual and the next norm: on a GPU one operator, logits and all gradients as without it"
     m, idx, results = make(double=True, **dict(attn_out="hadamard") | config), torch.randint(0, 97, (2, 9)), []
     for block in m.h:
-        block.attn.one_pass = True
+        block.attn.one_pass, block.ln_2.eps = True, 0.3
     for x in (idx, idx.as_subclass(Cuda)):
         calls = []
         with unittest.mock.patch.object(model_py, "hadamard_affine_norm", lambda *a: calls.append(a) or hadamard_affine_norm(*a)):
@@ -1782,6 +1801,11 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
         (y.as_subclass(torch.Tensor) * torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)).sum().backward()
         results.append([y.detach().as_subclass(torch.Tensor)] + [p.grad.clone() for p in m.parameters()])
     assert all(error(a, b) < 1e-11 for a, b in zip(*results))
+    for x in (idx, idx.as_subclass(Cuda)):  # in generation, too: a prompt, then a token at a time, at a place that is a tensor
+        with torch.no_grad():
+            cache = m.new_cache(2, 16)
+            y = [m(x[:, :5], cache=cache)] + [m(x[:, i:i + 1], cache=cache, pos=torch.tensor([i])) for i in range(5, 9)]
+            assert error(torch.cat(y, 1).as_subclass(torch.Tensor), m(idx)) < 1e-12
     class Shifted(nn.LayerNorm):
         def forward(self, x):
             return super().forward(x) + 1
@@ -2334,6 +2358,7 @@ def test_train_length_and_intervals_hang_on_the_model_and_the_text(train, data_d
         bounds.add(20 * n < 16 * epoch)
         assert (s["max_steps"], s["warmup_steps"], s["eval_interval"], s["min_lr"]) == (steps, steps // 50, steps // 20, pytest.approx(6e-5))
     assert bounds == {True, False}
+    assert train("--size=tiny", "--max_steps=9", keep=SHAPE + " batch_tokens dtype")[3][0]["settings"]["eval_interval"] == 1
 
 
 def test_train_on_gpt2_tokens_pads_the_vocabulary_and_prints_none_of_the_padding(train, toy, tmp_path, monkeypatch):
@@ -2534,7 +2559,7 @@ BAD_FLAGS = [
     (1, [f"--n_embd={2**24}", "--batch_tokens=300"], ["--batch_tokens=300", "take 256"]),  # said before a large model is made
     (1, ["--batch_tokens=262144"], ["the training data has", "takes 8192 windows of 32: lower --batch_tokens\n"]),
     (1, ["--batch_tokens=8"], ["--batch_tokens=8", "take"]), (1, ["--block_size=65536", "--batch_tokens=65536"], ["--block_size"]),
-    (1, ["--dropout=1"], ["dropout"]), (2, ["--lr=inf"], ["--lr", "inf"]), (2, [f"--seed={2**70}"], ["--seed"]),
+    (1, ["--dropout=1"], ["dropout"]), (2, ["--lr=inf"], ["--lr", "inf"]), (2, ["--lr=nan"], ["--lr", "nan"]), (2, [f"--seed={2**70}"], ["--seed"]),
     (1, ["--dataset=minee"], ["minee", "not prepared", "--input FILE... --name minee"]),
     (1, ["--dataset=a b"], ["'a b'", "--input FILE... --name NAME"]), (1, ["--min_lr=0.5"], ["--min_lr=0.5 is above --lr="]),
     (1, [f"--dataset={__file__}"], ["not prepared", f"--input {shlex.quote(__file__)} --name test_equivalence"]),
@@ -3198,7 +3223,7 @@ def test_shaq_qrnn_is_eq_5_to_9(window):
         c = f * c + (1 - f) * z                                                     # eq. 8
         torch.testing.assert_close(h[:, t], o * c, rtol=1e-5, atol=1e-5)            # eq. 9
     torch.testing.assert_close(c_last, c, rtol=1e-5, atol=1e-5)
-    assert torch.equal(last_inputs, X[:, 5:])
+    assert torch.equal(last_inputs, X[:, 5:]) and last_inputs.untyped_storage().nbytes() == last_inputs.nbytes  # no view of all of x
     assert torch.equal(qrnn(x)[0], qrnn(x, (torch.zeros_like(past), torch.zeros_like(c)))[0])  # a stream starts with nothing
 
 
@@ -3486,7 +3511,7 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
         yield
         recorded.append(it)
 
-    stream, streams, collected, recorded, ran = unittest.mock.MagicMock(), [], [], [], []
+    stream, streams, collected, recorded, ran, kept = unittest.mock.MagicMock(), [], [], [], [], torch.zeros(3)
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
     monkeypatch.setattr(model_py, "side_stream", lambda device, step: streams.append(step) or stream)
     for name, value in dict(device=contextlib.nullcontext, stream=contextlib.nullcontext, current_device=lambda: 0, graph=graph,
@@ -3494,17 +3519,18 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     with model_py.beside(GPU):
         assert streams.pop()
-    works = lambda: ran.append(1), lambda: ran.append(1) or 1 / (len(ran) % 2)
+    works = lambda: ran.append(kept.add_(1)), lambda: ran.append(kept.add_(1)) or 1 / (len(ran) % 2)
     for enabled, pool, work in itertools.product((True, False), (None, "pool"), works):
         (gc.enable if enabled else gc.disable)()
         ran.clear(), recorded.clear(), collected.clear()
         try:
-            assert model_py.captured(work, GPU, pool=pool) == "replay" and len(ran) == 2 and len(recorded) == 1
+            assert model_py.captured(work, GPU, [kept], pool) == "replay" and len(ran) == 2 and len(recorded) == 1
         except ZeroDivisionError:
             assert len(ran) == 2 and not recorded
         finally:
             was = gc.isenabled()
             gc.enable()
+        assert not kept.any()  # what the run before it wrote is taken back
         assert was == enabled and streams.pop() == (pool is not None)  # a step's graph, and no other, on the steps' stream
 
 
@@ -3699,7 +3725,9 @@ def test_train_stopped_just_before_an_evaluation_makes_it_on_resume_wherever_it_
     minutes = [r["minutes"] for r in log if "minutes" in r]
     assert minutes == sorted(minutes) and len(minutes) == 9 * (script is train_shaq)  # those of before the stop count
     ckpt, there = load_checkpoint(str(tmp_path / "cut/ckpt.pt")), tmp_path / "out" / ("gpt" if script is train_gpt else "shaq")
-    other = dict(device="cuda", dtype="bfloat16", compile=True)  # as from another machine
+    other = dict(device="cuda", dtype="bfloat16", compile=True)  # as from another machine, which recorded its steps
+    for group in ckpt["optimizer"]["param_groups"]:
+        group |= dict(lr=torch.tensor(0.1)) | {name: True for name in group if name == "capturable"}
     torch.save(ckpt | dict(settings=ckpt["settings"] | other), tmp_path / "cut/ckpt.pt")
     os.renames(tmp_path / "cut", there)  # where it need not be named
     monkeypatch.chdir(tmp_path)
@@ -3707,6 +3735,8 @@ def test_train_stopped_just_before_an_evaluation_makes_it_on_resume_wherever_it_
     flags += "--dtype=float32", "--compile=0"
     _, out, _, log = ended(run_here(script, [script.__file__, "--resume", *flags], there))
     assert "--dtype and --compile stay as on cuda" in out and list(losses(log)[0]) == list(range(7)) and not (tmp_path / "cut").exists()
+    groups = load_checkpoint(str(there / "ckpt.pt"))["optimizer"]["param_groups"]
+    assert all(type(g["lr"]) is float and not g.get("capturable") for g in groups)
     one_line(run("--resume", "--max_steps=6", out=there), "--max_steps=6", "is at step 7 already")
     assert "sample:" in ended(run("--resume", out=there))[1]  # at its end it has nothing to do but that
     ended(run("--max_steps=0", out="zero"))
@@ -3869,7 +3899,9 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     assert losses(records(tmp_path / "out"))[1].keys() == {0}
     assert torch.load(tmp_path / "out/best.pt", weights_only=True)["config"]["n_embd"] == 16
     one_line(train_shaq_here("--eval_tokens=10"), "--eval_tokens")  # before the run that is there makes way
-    one_line(train_shaq_here("--resume", "--n_embd=32"), "n_embd", "checkpoint")
+    for flag in ("--n_embd=32", "--batch=4", "--bptt=9", "--lr=1", "--seed=2", "--preset=sharnn", "--mem_len=99", "--optimizer=adamw", "--dropout=0",
+                 "--weight_decay=1", "--grad_clip=9", "--schedule=constant", "--warmup_steps=9", "--min_lr=1", "--dataset=other"):
+        one_line(train_shaq_here("--resume", flag), flag.partition("=")[0].strip("-"), "checkpoint")
     one_line(train_shaq_here("--resume", "--max_minutes=9"), "max_minutes", "checkpoint", "--max_steps=N goes on")  # the schedule hangs on it
     one_line(train_shaq_here("--attn_layers=x"), "--attn_layers", "invalid N[,N] value: 'x'", status=2)
     assert train_shaq.blocks("4,2") == (2, 4)
@@ -3941,6 +3973,14 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
     group = ckpt["optimizer"]["param_groups"][0]
     assert ckpt["step"] == 25 and ckpt["epoch"] >= 1 and ("max_norm" in group) == (optimizer == "lamb") and group["weight_decay"] == 1.2e-6
     assert {r["lr"] for r in whole if "lr" in r} == {8e-3}
+    with monkeypatch.context() as patch:  # the second of two processes takes up its own half of the streams
+        seen, second = [], model_py.Machine(torch.device("cpu"), torch.float32, 1, 2, "")
+        patch.setattr(train_shaq, "machine", lambda *a: second)
+        for name in ("all", "mean", "same", "parallel"):
+            patch.setattr(second, name, lambda x: x)
+        patch.setattr(train_shaq, "stepper", lambda *a: unittest.mock.Mock(on=False, side_effect=lambda *a: seen.append(a[1]) or sys.exit(0)))
+        ended(train_shaq_here("--resume", "--max_steps=26", out="parts"))
+    assert [t.tolist() for t in tensors(seen[0])] == [t[2:].tolist() for t in tensors(ckpt["state"])] != []
     if preset == "sharnn":  # the published second stage: fresh optimiser, half the rate, from the best weights
         best, stage2 = load_checkpoint(str(tmp_path / "whole/best.pt")), f"--stage2={tmp_path / 'whole/best.pt'}"
         laptop = dict(schedule="cosine", device="mps")
@@ -4088,8 +4128,18 @@ def test_train_shaq_two_processes_are_one(train_shaq_here, torchrun, tmp_path):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_train_steps_replayed_are_steps(device, monkeypatch):
-    "On a CPU what is recorded on a GPU runs as it is"
+    "On a CPU what is recorded on a GPU runs as it is, but once before, which is taken back, as there"
+    def captured(work, device, keep, pool):
+        before = [t.detach().clone() for t in keep]
+        with torch.random.fork_rng():
+            work()
+        for t, b in zip(keep, before):
+            t.detach().copy_(b)
+        return work
+
     m = machine(device, "float32")
+    if device == "cpu":
+        monkeypatch.setattr(model_py, "captured", captured)
     for kind in ("shaq", "lamb without a memory", "gpt", "gpt's micro-batches"):
         runs = []
         for on in (False, True):
@@ -4389,7 +4439,8 @@ def test_data_damaged_bin_is_one_line(tmp_path, capsys):
         fails(capsys, lambda: pd.Tokens([path], 256, "HINT"), path, word, "HINT")
     fails(capsys, lambda: pd.Tokens([str(tmp_path / "b.bin")], 256, "HINT"), "does not exist", "HINT")
     path = write(tmp_path / "c.bin", [1, 2, 200])
-    fails(capsys, lambda: pd.Tokens([path], 200, "HINT")[0:3], "holds token 200", "vocabulary of 200; type: HINT")
+    both = [write(tmp_path / "b0.bin", [1, 2]), path]
+    fails(capsys, lambda: pd.Tokens(both, 200, "HINT")[0:5], "c.bin holds token 200", "vocabulary of 200; type: HINT")
     fails(capsys, lambda: write(tmp_path / "d.bin", [1, 256]), "ids below 256")
     assert not (tmp_path / "d.bin").exists()
 
@@ -4585,7 +4636,8 @@ def test_data_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "latin").write_bytes(b"abc \xe9t\xe9")
     (empty, one, latin, none), mine = (str(tmp_path / n) for n in ("empty", "one", "latin", "none")), "--name=x"
     for argv, *words in (
-        (["enwk8"], "unknown data set 'enwk8'", "did you mean enwik8?"), ([latin], f"type python prepare_data.py --input {latin} --name latin"), (["--input", none, mine], "none does not exist"),
+        (["enwk8"], "unknown data set 'enwk8'", "did you mean enwik8?"),
+        ([latin], f"type python prepare_data.py --input {latin} --name latin"), (["--input", none, mine], "none does not exist"),
         (["--input", empty, mine], "is empty"), (["--input", one, mine], "too few to split"),
         (["--input", one, latin, mine, "--tokenizer=gpt2"], "not UTF-8 (byte 4)"), (["--input", latin, "--name=../x"], "no folder name"),
         (["--input", latin], "--name"), (["--input", latin, "--name=enwik8"], "--name=enwik8 is another", "of your own"),
@@ -4979,9 +5031,9 @@ def test_data_small_promises(toy, monkeypatch, capsys):
 
 def test_data_book_has_plain_line_ends_and_an_end(tmp_path, capsys):
     end, main = "*** END OF THE PROJECT GUTENBERG EBOOK", ["warandpeace", "--tokenizer=byte", f"--data_dir={tmp_path}"]
-    (tmp_path / "book").write_bytes(("größer\r\n" * 49 + end).encode())
+    (tmp_path / "book").write_bytes(("\ufeff" + "größer\r\n" * 49 + end).encode())  # as Gutenberg's begins; no token of it
     with pytest.MonkeyPatch.context() as patch:  # it is the edition of these figures, whatever its line ends
-        plain = ("größer\n" * 49 + end).encode()
+        plain = ("\ufeff" + "größer\n" * 49 + end).encode()
         patch.setitem(pd.DATASETS, "warandpeace", replace(pd.DATASETS["warandpeace"], size=len(plain),
                                                           digest=("sha256", hashlib.sha256(plain).hexdigest())))
         pd.main([*main, f"--from_file={tmp_path / 'book'}"])
@@ -5064,6 +5116,7 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
     text = toy.decode_bytes(d.val[:].tolist()).replace(b"<|endoftext|>", b"")
     assert d.bytes_per_token == len(text) / 5000 and np.array_equal(d.val[:], tokens["val_000000"])
     assert len(d.meta["sha256"]) == 3 and d.meta["name"] == "fineweb10B"
+    assert d.meta["bytes"]["train"] == len(toy.decode_bytes(d.train[:].tolist()).replace(b"<|endoftext|>", b""))  # of both shards
     pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"])
     assert np.array_equal(pd.load_dataset("fineweb10B", f"{data}1").train[:], tokens["train_000001"])  # one, where nothing is typed
     os.makedirs(f"{data}2/fineweb10B")
@@ -5263,6 +5316,7 @@ def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data
                         or share(model, given))
     monkeypatch.setattr(bench, "load_dataset", lambda *a: replace(pd.load_dataset(*a), bytes_per_token=3.0))
     monkeypatch.setattr(bench, "reproducible", asked.append)
+    monkeypatch.setattr(bench.Peak, "mib", lambda peak, mib=itertools.count(1): next(mib))  # as on a GPU
     rows = bench_run(tmp_path, "compare", "--variant=lr=4e-3", "--variant=lr=4e-3", "--variant=lr=4e-4", common(bench_data, GPT_SET),
                      "--seeds=3", "--points=2")
     assert [(r["seed"], r["index"]) for r in rows] == [(seed, (seed + k) % 3) for seed in (1, 2, 3) for k in range(3)]  # each is first once
@@ -5281,7 +5335,7 @@ def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data
     assert "+0.0000 ± 0.0000" in printed and "**Equal steps, 3 seeds, words, not compiled** (" in printed
     bits, rate = (f([r[key] for r in rows if r["index"] == 2]) for f, key in ((np.mean, "bits_per_byte"), (np.median, "tokens_per_s")))
     assert (f"| `lr=4e-4` | {rows[0]['params']:,} | 12 | {np.mean(loss[2]):.4f} | {bits:.4f} | {mean:+.4f} ± {error:.4f} | "
-            f"{rate:,.0f} |\n" in printed)
+            f"{rate:,.0f} | {max(r['peak_mib'] for r in rows if r['index'] == 2)} |\n" in printed)
     said = [(f"seed {r['seed']}  {r['variant']}", f"{r['val_loss']:.4f}") for r in rows]
     assert re.findall(r"^(seed \d  \S+): (\S+) nats", err, re.M) == said
     assert [p[0] for p in rows[0]["curve"]] == [0, 6, 12] and rows[0]["curve"][-1][2] == rows[0]["val_loss"] < rows[0]["curve"][0][2]
@@ -5448,6 +5502,7 @@ def test_bench_trains_shaq_as_the_training_script_does(train_shaq_here, bench_da
                             machine("cpu", "float32"), 1)
     assert [trainer.step(i) for i in range(9)] == pytest.approx(list(losses(log)[0].values()), rel=1e-6)
     assert trainer.tokens == [r["tokens"] for r in log if "loss" in r] and trainer.validate() == pytest.approx(losses(log)[1][9], rel=1e-6)
+    assert trainer.step_tokens == 32 * train_shaq.average_length(1, 200)  # what its curve's FLOPs are counted by
     recipe = bench.settings("shaq", text, "") | dict(max_steps=None, epochs=3)  # as on a GPU, without --set=max_steps=
     assert bench.Trainer("shaq", recipe, trainer.data, trainer.m, 2).steps == math.ceil(
         3 * ((len(trainer.data.train) - 1) // 32 / train_shaq.average_length(2, 200) + 0.5))
@@ -5557,6 +5612,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         assert [r["seconds"] for r in rows if "loop" in r["kernel"]] == [[10, 11, 15], [8, 9, 13]]  # 64 of 128 steps were timed
         found = share("affine", 96)
         assert found["copy", False] == 1 and found["hadamard", False] == 1 / 3 and found["hadamard", True] == 5 / 2 * 1.5 / 3.5
+        assert found["transform alone, H_d", True] == pytest.approx(4 / 2 * 1.5 / 4.5)  # whose backward pass has no use for x
         assert "| hadamard | 4,500 ± 625 | 0.33 | 0.56 | 3,500 ± 625 | 1.07 | 0.43 |" in tables[0] and "24 rows of 96" in tables[0]
         assert {r.get("share_of_copy_backward", "none") for r in rows if r["both"]} == {None}  # here both take less than forward alone
         found = share("affine_norm", 32)  # twice the bytes of a copy, five times backward; of fo-pooling twice and 5.5 times
@@ -6037,6 +6093,8 @@ def test_bench_eval_log_likelihoods_are_those_computed_by_hand(capsys, monkeypat
     tokens = [(b"The cat", b" sat"), (b"\n", b"A dog"), (b"spaces", b"  end"), (b"x", b"y"), (b"longer", b" contexts")]
     likeliest = model(torch.tensor([list(b"go")]))[0, -1].argmax().item()
     found = scorer.loglikelihood([SimpleNamespace(args=p) for p in pairs]) + scorer.score([(list(b"go"), [likeliest])])
+    low = bench.Scorer(model, "byte", model_py.Machine(torch.device("cpu"), torch.bfloat16, 0, 1, ""))
+    assert 0 < abs(low.score([(list(b"go"), list(b"on"))])[0][0] - scorer.score([(list(b"go"), list(b"on"))])[0][0]) < 0.5  # by the caption's dtype
     with torch.no_grad():
         expected = [by_hand(model, *t) for t in tokens] + [by_hand(model, b"go", [likeliest])]
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected] and found[-1][1] and not all(g for _, g in found)
