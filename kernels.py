@@ -744,7 +744,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         each = 4 if M * P <= (12 if kind == "backward" else 16) and CW <= C else 2  # numbers of a tile
         if "norm" in kind:
             each = 2 if kind == "norm" else 1
-        warps = 4 if kind not in ("grads", "backward") or M * P > 32 else 2
+        warps = 2 if kind in ("grads", "backward") and M * P <= (24 if kind == "backward" else 32) else 4  # with 2 numbers of 32 tiles it spills
         if kind not in ("forward", "pre", "few") and M * P > (16 if kind == "backward" else 32):  # up to 64 heads: with more it would
             each = max(1, each // 2)                                                             # spill, and take minutes to compile
         if kind == "norm" or "few" in kind:  # more would do a narrow tile's work twice
@@ -1068,7 +1068,7 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
     if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
         return False
     plan = _plan(d, n_head, heads_only, 16, "norm")
-    return plan is not None and plan[0]["CW"] >= plan[0]["C"] and (n_head <= 32 if heads_only else d <= 4096)
+    return plan is not None and plan[0]["CW"] >= plan[0]["C"] and (n_head <= 28 if heads_only else d <= 4096)
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):
