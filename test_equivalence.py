@@ -2180,7 +2180,7 @@ def one_line(result, *words, status=1):
     assert all(str(w) in err for w in words), (words, err)
 
 
-def test_train_settings_are_the_papers(monkeypatch):
+def test_train_settings_are_the_papers(monkeypatch, capsys):
     "What no typed flag changes: [1, table 2]'s, the book's [2] and SHA-RNN's [3], and nano's; a preset is taken"
     def settled(script, keys, stored={}, **typed):
         s, c = script.settle(typed, stored, SimpleNamespace(device=torch.device("cuda")))
@@ -2198,9 +2198,10 @@ def test_train_settings_are_the_papers(monkeypatch):
         assert settled(train_gpt, keys, size=size) == wanted
     keys = "batch_tokens lr min_lr warmup_steps max_steps eval_interval eval_tokens"
     assert settled(train_gpt, keys, size="nano") == [2048, 2e-3, 1e-4, 50, 3000, 250, 2**16]  # ours
-    climbs = dict(lr=1e-5, min_lr=2e-5)  # only if typed, and then when resumed, too
-    assert [settled(train_gpt, "min_lr", size="nano", **typed) for typed in (dict(lr=1e-5), climbs, dict(stored=climbs))] == [
-        [1e-5], [2e-5], [2e-5]]
+    assert settled(train_gpt, "min_lr", size="nano", lr=1e-5) == [1e-5]  # else the cosine would climb
+    assert settled(train_gpt, "min_lr", size="dva_book", min_lr=1.0) == [1.0]  # which nothing reads there
+    for script in (train_gpt, train_shaq):
+        fails(capsys, lambda: settled(script, "min_lr", lr=1e-5, min_lr=2e-5, schedule="cosine"), "--min_lr=2e-05 is above --lr=1e-05")
     keys = "attn_layers optimizer lr warmup_steps weight_decay grad_clip epochs schedule batch bptt mem_len dropout max_minutes seed"
     wanted = [(2,), "lamb", 2e-3, 800, 1.2e-6, 0.25, 32, "constant", 16, 1024, 5000, 0.1, 0.0, 1337]
     assert settled(train_shaq, keys, preset="attn2") == wanted
@@ -4952,8 +4953,14 @@ def test_help_says_every_default_that_settle_takes_or_what_decides_it(script, wi
     assert script is train_gpt or said["max_steps"].split()[0] == str(train_shaq.PAPER["epochs"])
 
 
-def test_help_and_readme_name_commands_that_the_scripts_take(monkeypatch, capsys):
-    "Every command of README.md and of the scripts' docstrings is parsed by its script, which ends there"
+def test_help_and_readme_name_commands_that_the_scripts_take(tmp_path, monkeypatch, capsys):
+    "Every command of README.md and of the scripts' docstrings is parsed by its script, which ends there, and python -c runs"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/gpt").mkdir(parents=True)  # what the commands before these leave behind
+    save_model(tmp_path / "out/gpt/ckpt.pt", small_gpt())
+    (tmp_path / "data").mkdir()
+    pd.prepare("data/notes", "notes", "byte", b"some text " * 99, "notes.txt")
+    capsys.readouterr()
     def parse_args(self, args=None, namespace=None, real=pd.Parser.parse_args):
         known.update(self._option_string_actions)
         raise StopIteration(real(self, args, namespace))
@@ -6393,14 +6400,20 @@ def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
             pytest.skip("matrix units make large products several times cheaper: the claim is of vector units")
         least = min(least, d // 200)  # in fp32 such a core multiplies some 1.8 times as fast as those of the claim, and moves bytes no faster
     x, W, b = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((4096, d), (d, d), (d,)))
-    dy, (alpha, beta), ratios = torch.randn(4096, d, dtype=dtype), [torch.randn(d, requires_grad=True) for _ in range(2)], []
-    work = dict(dense=lambda i: torch.autograd.grad(F.linear(x, W, b), (x, W, b), dy),
-                hadamard=lambda i: torch.autograd.grad(hadamard_affine(x, alpha, beta), (x, alpha, beta), dy))
-    while len(ratios) < 4 and max(ratios, default=0) < least:  # and it can only lower the best of several rounds
-        t = bench.timed(work, machine("cpu", "float32"), rounds=3, least=0.0)  # machine: as training runs, freed memory is kept
-        ratios.append(np.median(t["dense"]) / np.median(t["hadamard"]))
-    print(d, dtype, [f"{r:.1f}" for r in ratios])
-    assert max(ratios) >= least, ratios
+    dy, (alpha, beta) = torch.randn(4096, d, dtype=dtype), [torch.randn(d, requires_grad=True) for _ in range(2)]
+    work = dict(dense=lambda: torch.autograd.grad(F.linear(x, W, b), (x, W, b), dy),
+                hadamard=lambda: torch.autograd.grad(hadamard_affine(x, alpha, beta), (x, alpha, beta), dy))
+    machine("cpu", "float32")  # as training runs: freed memory is kept
+    best = dict.fromkeys(work, math.inf)  # other work can only slow either down
+    for turn in range(16):
+        for name, f in work.items():
+            start = time.perf_counter()
+            f()
+            best[name] = min(best[name], time.perf_counter() - start)
+        if turn and best["dense"] / best["hadamard"] >= least:  # the first turn pages everything in
+            break
+    print(d, dtype, f"{best['dense'] / best['hadamard']:.1f} after {turn + 1} turns")
+    assert best["dense"] / best["hadamard"] >= least, best
 
 
 FO_RACE = """
