@@ -1949,6 +1949,18 @@ def test_dva_peak_memory_grows_as_attentions_does():
     assert min(peaks.values()) > 8 * 2 * T * d * 4  # q, k, v, the output and their gradients at least are seen
 
 
+@pytest.mark.parametrize("outer", [False, True])
+def test_dva_keeps_memory_linear_in_the_length(outer):
+    "Up to 4 (w + values' width) positions the weights stay, at most twice as much as all else; from there on nothing that grows as T^2"
+    each = []
+    for T in (16, 4 * (8 + (8 if outer else 16)), 256, 1024):
+        q, v, held = torch.randn(1, 1, T, 8, requires_grad=True), torch.randn(1, 1, T, 8 if outer else 16), {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.__setitem__(t.data_ptr(), t.numel()) or t, lambda t: t):
+            attention(q, q + 1, v, *((q + 2, q + 3) if outer else ()))
+        each.append(sum(held.values()) / T)
+    assert each[2] == each[3] < each[0] < each[1] <= each[2] + 2 * 48, each  # 48: q, k, v (q_r, k_r) and the output
+
+
 # -----------------------------------------------------------------------------
 # Running: learning rate, device
 
