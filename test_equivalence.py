@@ -6422,7 +6422,7 @@ def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
             start = time.perf_counter()
             f()
             best[name] = min(best[name], time.perf_counter() - start)
-        if turn and best["dense"] / best["hadamard"] >= least:  # the first turn pages everything in
+        if turn >= (4 if d == 1024 else 1) and best["dense"] / best["hadamard"] >= least:  # the first turn pages everything in
             break
     print(d, dtype, f"{best['dense'] / best['hadamard']:.1f} after {turn + 1} turns")
     assert best["dense"] / best["hadamard"] >= least, best
