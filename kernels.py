@@ -724,7 +724,7 @@ _FEW = 132
 def _plan(d, n_head, heads_only, bits, kind="forward"):
     """-> (constexprs, num_warps) for the kernels above, or None where the PyTorch path is taken: without Triton; for m above 28; if neither
     n_head nor d / n_head is a power of two; for a mix over more than 64 heads, or heads whose width is no multiple of 8; for d above 65536,
-    which would spill. For "backward" None also where two kernels are better.
+    which would spill. For "backward" and the "norm"s None also where two kernels are better.
     bits: 16 or 32, of one element.
     kind: "forward", "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads" (of alpha and beta),
     "backward" (of x as well), "norm", "norm few", "norm backward"."""
@@ -736,6 +736,8 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         return None
     if kind == "backward" and (n_head > 48 if heads_only else d > (1024 if bits == 16 else 8192)):
         return None  # two kernels, at 8 bytes an element for 6: one would spill, or is slower than the two
+    if "norm" in kind and (n_head > 28 if heads_only else d > 768):
+        return None  # the same: on an H200, forward and backward, two steps take 0.9 of the time from d = 1024 on
     if heads_only:
         inner, P, C = 0, ch, d // n_head
         CW = W = min(C & -C, 128)
@@ -753,8 +755,8 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
         inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # a thread's numbers: of a tile, of all
-        if "few" in kind and M > 1 and d <= (2560 if kind == "few" else 1536):  # across warps each of M narrow tiles would take up to four
-            warps = 1                                                           # barriers, 47 at d = 768; the norm at 2560 would spill
+        if "few" in kind and M > 1 and d <= 2560:  # across warps each of M narrow tiles would take up to four barriers, 47 at d = 768
+            warps = 1
         if kind == "grads":  # a thread has three such sets
             if d <= 3072 or bits == 16:
                 warps, numbers = 1 if d <= 2048 else 2 if d <= 3072 else 4 if d <= 6144 else warps, 48
@@ -763,9 +765,9 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         elif kind == "backward":  # four
             warps, numbers = 1 if d <= 1024 else warps, 48 if bits == 16 else 32
         elif kind == "norm":  # the old and new residual, too
-            warps, numbers = (1, 48) if d <= 1536 else (2, 48) if d <= 3072 else (4, 40)
+            warps, numbers = 1, 48
         elif kind == "norm backward":  # six sets; with M tiles, M numbers at least, one of each
-            warps, numbers = 1 if d <= 768 else 2 if d <= 1024 else 4 if d <= 3072 else 8, max(24, M)
+            warps, numbers = 1, max(24, M)
         elif "few" not in kind and (bits == 16 or d <= 4096):  # a warp holds whole rows: only shuffles pass between its threads
             if d <= 4096:
                 warps, each, numbers = 1, 8 if d == 2048 and kind == "forward" and bits == 16 else 4, 48 if d <= 768 else 128
@@ -1063,12 +1065,12 @@ _hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
 
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
-    """Whether hadamard_affine_norm is one kernel on a GPU: it is where a program can hold whole rows. On an H200 it is faster than two steps
-    where it mixes heads only (at d = 1024 not when last timed, of more programs than now), or up to d = 768"""
+    """Whether hadamard_affine_norm is one kernel on a GPU: it is where a program holds whole rows and an H200 was faster so, up to d = 768,
+    or where it mixes heads only (at d = 1024 not when last timed, of more programs than now)"""
     if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
         return False
     plan = _plan(d, n_head, heads_only, 16, "norm")
-    return plan is not None and plan[0]["CW"] >= plan[0]["C"] and (n_head <= 28 if heads_only else d <= 4096)
+    return plan is not None and plan[0]["CW"] >= plan[0]["C"]
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):

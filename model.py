@@ -398,8 +398,7 @@ class Attention(nn.Module):
         if self.attn_out in ("hadamard", "head_hadamard"):
             heads_only = self.attn_out == "head_hadamard"
             self.order = config.n_head if heads_only else hadamard_heads(config)         # h of H_d = H_h (x) H_(d / h)
-            # the whole mix of wide rows leaves the gradients' kernel too few registers: on an H200 two steps take 0.9 of its time from 1024 on
-            self.one_pass = (heads_only or d <= 768) and hadamard_norm_is_fused(d, self.order, heads_only)
+            self.one_pass = hadamard_norm_is_fused(d, self.order, heads_only)
         self.resid_dropout = Dropout(config.dropout)
 
     def forward(self, x, table=None, cache=None, at=None, mask=None, residual=None, norm=None):

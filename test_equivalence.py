@@ -648,7 +648,7 @@ def test_hadamard_triton_takes_what_it_can_hold():
     plans = {how: kernels._plan(*how, 16) for how in ((28, 1, False), (36, 1, False), (144, 12, False), (64, 8, True), (48, 4, True),
                                                       (8192, 64, True), (6144, 96, True))}
     assert [how for how, plan in plans.items() if plan] == [(28, 1, False), (64, 8, True), (8192, 64, True)] * (kernels.triton is not None)
-    fused = [hadamard_norm_is_fused(*how) for how in ((4096,), (5120, 40), (3584, 28, True), (4096, 32, True))]  # its gradients would spill
+    fused = [hadamard_norm_is_fused(*how) for how in ((768, 12), (1024, 16), (3584, 28, True), (4096, 32, True))]  # its gradients would spill
     beside = [kernels._norm_on_triton(torch.ones(1, 64).as_subclass(Cuda), torch.ones(1, 64, dtype=kind), 1, False)
               for kind in (torch.float32, torch.float64)]
     assert [*fused, *beside] == [kernels.triton is not None and yes for yes in (True, False, True, False, True, False)]
@@ -810,8 +810,8 @@ def test_hadamard_triton_takes_any_strides(monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (96, 8, False), (1536, 16, False), (768, 12, True), (1024, 16, True),
-                                                   (1536, 16, True), (96, 4, True), (2560, 20, False)])
+@pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (96, 8, False), (512, 4, False), (640, 20, False), (768, 12, True),
+                                                   (1024, 16, True), (1536, 16, True), (96, 4, True)])
 def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch, guarded):
     monkeypatch.setattr(kernels, "_FEW", 2)
     assert hadamard_norm_is_fused(d, n_head, heads_only)
@@ -836,8 +836,8 @@ def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch, guard
 
 
 @needs_triton
-@pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (1024, 16, False), (96, 8, False), (1536, 16, False),
-                                                   (2560, 20, False), (768, 12, True), (1536, 16, True), (96, 4, True), (64, 8, True)])
+@pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (512, 4, False), (96, 8, False), (640, 20, False),
+                                                   (768, 12, True), (1536, 16, True), (96, 4, True), (64, 8, True)])
 def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeypatch, guarded):
     "Against PyTorch's own of the two steps, in float64; programs of several blocks of rows, a tail, the same sums every time"
     monkeypatch.setattr(kernels, "_programs", lambda *how: 2)
@@ -1232,10 +1232,10 @@ def test_gpt_sees_no_later_token_and_rope_only_distances():
 
 
 def test_gpt_takes_the_norm_in_one_pass_where_an_h200_was_faster_so():
-    "Up to 768, or over heads only: wider rows fit one kernel too, but two steps were faster"
+    "Up to 768, or over heads only: for wider rows two steps were faster"
     layers = (768, 12, "hadamard"), (1024, 16, "head_hadamard"), (1024, 16, "hadamard"), (768, 12, "identity"), (768, 12, "dense")
     took = [Attention(GPTConfig(n_head=h, n_embd=d, attn_out=out)).one_pass for d, h, out in layers]
-    assert [*took, hadamard_norm_is_fused(1024, 16)] == [kernels.triton is not None and yes for yes in (1, 1, 0, 0, 0, 1)]
+    assert took == [kernels.triton is not None and yes for yes in (1, 1, 0, 0, 0)]
 
 
 def test_gpt_learned_positions_and_dvas_matrices_start_as_all_others_do():
@@ -6292,17 +6292,16 @@ HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more)
     "backward": [(35, 90, "bf16", 1024, False), (42, 80, "bf16", 768, False), (22, 80, "bf16", 768, True), (23, 100, "bf16", 1536, True),
                  (26, 90, "bf16", 3072, True), (21, 90, "bf16", 4096, True), (50, 90, "fp32", 4096, False)],
     # with residual and norm, 8 bytes an element in bf16 (12 with an fp32 residual), so twice the budget
-    "norm": [(36, 90, "bf16", 768, False), (35, 80, "bf16", 1024, False), (38, 90, "bf16", 1536, False), (43, 90, "bf16", 2048, False, "fp32"),
-             (51, 100, "bf16", 3072, False), (29, 90, "bf16", 768, True), (22, 90, "bf16", 1024, True, "fp32"),
+    "norm": [(36, 90, "bf16", 768, False), (32, 80, "bf16", 512, False), (29, 90, "bf16", 768, True), (22, 90, "bf16", 1024, True, "fp32"),
              (36, 100, "bf16", 1536, True)],
     # their gradients, 12 and 18 bytes: 82 and 123 instructions
-    "norm backward": [(62, 80, "bf16", 768, False, "fp32"), (68, 100, "bf16", 2048, False, "", "RMS"), (47, 90, "bf16", 1024, True, "fp32"),
-                      (67 + 2 * OLD, 90, "bf16", 1536, True), (77, 80, "fp32", 3072, False)],
+    "norm backward": [(62, 80, "bf16", 768, False, "fp32"), (43, 100, "bf16", 512, False, "", "RMS"), (44, 90, "fp32", 512, False),
+                      (47, 90, "bf16", 1024, True, "fp32"), (67 + 2 * OLD, 90, "bf16", 1536, True)],
     "norm few": [(42, 90, "bf16", 768, False), (38, 80, "bf16", 768, True)]
 }.items() for most, sm, dtype, d, *more in rows]
 POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((136, "pool"), (160, "pool backward"))  # most registers
-             for sm, dtype, *flags in ((90, "bf16"), (80, "fp32"), (90, "bf16", "ACT"), (90, "bf16", "SUMMARY"), (100, "fp16", "SEGMENTED"),
-                                       (90, "fp32", "SEGMENTED"))]
+             for sm, dtype, *flags in ((90, "bf16"), (90, "bf16", "ACT"), (90, "bf16", "SUMMARY"), (100, "fp16", "SEGMENTED"),
+                                       (80, "fp32", "SEGMENTED"))]
 ROPE_CODE = [(0, "rope backward", sm, "bf16", *shape) for sm, shape in ((90, (64, 12)), (80, (96, 16)), (100, (64, 12)))]
 WIDE_CODE = (0, "grads", 86, "fp32", 16384, 128, False, "")  # for a card with little shared memory
 CODE = dict(hadamard=[*HADAMARD_CODE, WIDE_CODE], fopool=POOL_CODE, rope=ROPE_CODE)
@@ -6416,13 +6415,14 @@ def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
     work = dict(dense=lambda: torch.autograd.grad(F.linear(x, W, b), (x, W, b), dy),
                 hadamard=lambda: torch.autograd.grad(hadamard_affine(x, alpha, beta), (x, alpha, beta), dy))
     machine("cpu", "float32")  # as training runs: freed memory is kept
+    list(map(torch.ones_like, [x, x, W, x]))  # what either side takes is paged in by now
     best = dict.fromkeys(work, math.inf)  # other work can only slow either down
     for turn in range(16):
         for name, f in work.items():
             start = time.perf_counter()
             f()
             best[name] = min(best[name], time.perf_counter() - start)
-        if turn >= (4 if d == 1024 else 1) and best["dense"] / best["hadamard"] >= least:  # the first turn pages everything in
+        if turn >= (4 if d == 1024 else 0) and best["dense"] / best["hadamard"] >= least:
             break
     print(d, dtype, f"{best['dense'] / best['hadamard']:.1f} after {turn + 1} turns")
     assert best["dense"] / best["hadamard"] >= least, best
