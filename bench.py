@@ -747,7 +747,8 @@ def affine_rows(args, m, d):
                     (alpha, beta, weight, shift))
 
         after = {k: two_steps(*f) for k, f in layers.items()}
-        after |= {f"{k}, by hadamard_affine_norm": one_pass(k == "head_hadamard") for k in layers if "hadamard" in k}
+        after |= {f"{k}, by hadamard_affine_norm": one_pass(only) for k, only in (("hadamard", False), ("head_hadamard", True))
+                  if hadamard_norm_is_fused(d, h, only) and k in layers}
         # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
         title = f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}"
         shares(args, m, title + ", compiled but for hadamard_affine_norm" * compiled,
