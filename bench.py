@@ -88,7 +88,7 @@ HEADS = {SIZES[s]["n_embd"]: SIZES[s]["n_head"] for s in GPTS}  # of each width
 # -----------------------------------------------------------------------------
 # Shared: flags, tables, records, the clock
 
-COMMANDS = {}
+COMMANDS, BEGUN = {}, itertools.count(1)  # BEGUN: this process's commands, two of which may begin in one second
 
 
 def command(flags=lambda gpu: ()):
@@ -123,7 +123,8 @@ def start(args):
         die("bench.py measures one device: start it without torchrun")
     torch.use_deterministic_algorithms(False)  # compare, named before this command, may have left it on
     torch.backends.cuda.enable_cudnn_sdp(args.what not in ("decode", "eval"))  # it plans for 0.1 s or more at each new number of keys
-    args.run, args.gpu = time.strftime(f"%Y-%m-%d %H:%M:%S, process {os.getpid()}"), m.device.type == "cuda"
+    args.run = time.strftime(f"%Y-%m-%d %H:%M:%S, process {os.getpid()}, command {next(BEGUN)}")
+    args.gpu = m.device.type == "cuda"
     args.hardware, args.git = hardware(m), git_commit()
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     open(args.out, "ab").close()  # if it cannot be written, fail now, not after the first run

@@ -5429,7 +5429,8 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
     assert warm[-2:] == [99, 99] and 99 not in warm[:-2]  # what is typed counts, however short the run
 
 
-def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data, capsys):
+def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data, capsys, monkeypatch):
+    monkeypatch.setattr(bench.time, "strftime", lambda form: form)  # all begin at the same time, and are told apart
     for model, variants, text in (("gpt", ["attn_out=dense", "attn_out=identity,n_embd=16"], GPT_SET),
                                   ("shaq", ["preset=sharnn", "preset=shaq"], SHAQ_SET)):
         flags = [f"--model={model}", *(f"--variant={v}" for v in variants), common(bench_data, text), "--seeds=1", "--seed=7", "--points=1"]
