@@ -109,7 +109,8 @@ def parse(what, argv, gpu):
     if f is not bench_plot:
         parser.set_defaults(what=what)
         parser.add_argument("--out", default=f"out/bench/{what}.jsonl", help="records are appended here")
-        parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to measure")
+        parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"],
+                            help="where to measure (auto: cuda where that is, else cpu)")
         parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
                             help="auto: bfloat16 where that is faster")
     return parser.parse_args(argv)

@@ -1468,8 +1468,10 @@ def machine(device="auto", dtype="auto"):
                          + ": start with torchrun, which sets all three, or unset them for one process")
     keep_freed_memory()
     there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    note = f"{device}, as asked" if device != "auto" else "Apple's GPU" if there["mps"] else "no GPU found"
-    device = torch.device(next(name for name in there if there[name]) if device == "auto" else device)
+    note = f"{device}, as asked" if device != "auto" else "no GPU found"
+    if device == "auto" and there["mps"]:
+        note = "the CPU, as nobody has tried these scripts on Apple's GPUs; --device=mps takes yours"
+    device = torch.device(device if device != "auto" else "cuda" if there["cuda"] else "cpu")
     if not there.get(device.type):
         raise ValueError(f"--device={device}: this PyTorch ({torch.__version__}) sees no such device; take --device=cpu")
     if device.type == "cuda":
@@ -1740,7 +1742,7 @@ def main():
     parser.add_argument("--temperature", type=number(float, 0), default=0.8, help="0 takes the likeliest token each time")
     parser.add_argument("--top_k", type=number(int, 0), default=50, help="draw from the k likeliest tokens only; 0: from all")
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="the same seed gives the same text")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run (auto: cuda where that is, else cpu)")
     args = parser.parse_args()
     if not args.prompt:
         die("--prompt is empty: give at least one character to continue")

@@ -1999,6 +1999,11 @@ def test_run_machine_says_what_it_chose(monkeypatch):
     monkeypatch.setattr(model_py, "product_rate", lambda device, dtype, n: 3.0 if dtype == torch.bfloat16 else 1.0)
     assert "float32, as another process is no faster in bfloat16" in machine("cpu").note and asked == [False, True, True]
     monkeypatch.undo()
+    with monkeypatch.context() as patch:  # a Mac
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(torch.backends.mps, "is_available", lambda: True)
+        auto = machine("auto", "float32")
+    assert auto.device.type == "cpu" and "--device=mps takes yours" in auto.note
     x = torch.randn(3)
     assert m.mean(x) is x
     one_of_four_fails = model_py.Machine(m.device, m.dtype, 0, 4, "")

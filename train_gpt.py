@@ -82,7 +82,7 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--eval_interval", type=number(int, 1), help="steps between evaluations (default 1 in 20 of all, 250 for nano)")
     add("--eval_tokens", type=number(int, 1), help="validation tokens an evaluation reads, always the same (default 2^20, 2^16 for nano)")
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, data order and dropout (default 1337)")
-    add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
+    add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto: cuda where that is, else cpu)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
     add("--compile", type=flag01, help="torch.compile the model and, on one GPU, replay steps, or their micro-batches, as CUDA graphs "
                                        "(default 1 on CUDA, where Triton is installed)")

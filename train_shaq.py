@@ -80,7 +80,7 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--eval_tokens", type=number(int, 1),
         help="how much of the validation and of the test split to read, from its start (default all on CUDA, else 2^17)")
     add("--seed", type=number(int, 0, 2**63 - 1), help="of initial weights, window lengths and dropout (default 1337)")
-    add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto)")
+    add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto: cuda where that is, else cpu)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
     add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length, and, on one GPU with lamb, replay steps as CUDA "
                                        "graphs (default 1 on CUDA, where Triton is installed)")
