@@ -1662,7 +1662,7 @@ def lr_at(step, lr, min_lr, warmup_steps, max_steps, schedule="cosine"):
 def schedule_notes(s, first, before, say):
     "What may surprise in the learning rates of these settings, said at the start. before: the checkpoint's max_steps, None for a new run"
     warmup, steps = s["warmup_steps"], s["max_steps"]
-    if first < warmup and 2 * warmup > steps:
+    if first < min(warmup, steps) and 2 * warmup > steps:
         say(f"note: {min(warmup, steps)} of {steps} steps are warm-up: lower --warmup_steps, or take more steps")
     if s["schedule"] == "cosine" and before not in (None, steps):
         was, now = (lr_at(first, s["lr"], s["min_lr"], warmup, n) for n in (before, steps))

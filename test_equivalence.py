@@ -2279,6 +2279,18 @@ def test_train_learns_logs_samples_and_saves(train, tmp_path, sampled):
     assert sampled(path, "--prompt=\udcff", "--tokens=1").startswith("\ufffd")  # no UTF-8
 
 
+def test_train_takes_tiny_on_a_gpu_that_holds_its_batches(train, monkeypatch):
+    for memory, size, why in ((141e9, "tiny", ""), (24e9, "tiny", ""), (15.8e9, "nano", "20 GB and this GPU has 16: --size=tiny --micro")):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+        chosen, said = train_gpt.default_size(SimpleNamespace(device=GPU))
+        assert chosen == size and why in said and bool(said) == bool(why)
+    assert train_gpt.default_size(SimpleNamespace(device=torch.device("cpu"))) == ("nano", "")
+    monkeypatch.setattr(train_gpt, "default_size", lambda m: ("nano", "; so"))
+    flags = "--n_layer=1", "--n_embd=8", "--n_head=2", "--max_steps=0"
+    (_, _, _, (first, *_)), (_, _, _, (typed, *_)) = ended(train(*flags)), ended(train(*flags, "--size=tiny", out="typed"))
+    assert "; so;" in first["machine"] and (typed["settings"]["size"], "; so" in typed["machine"]) == ("tiny", False)
+
+
 @pytest.mark.parametrize("device, size, width", [("cpu", "nano", 256), ("mps", "nano", 256), ("cuda", "tiny", 1024)])
 def test_train_defaults_are_for_a_laptop_but_on_cuda(device, size, width, monkeypatch):
     for script in (train_gpt, train_shaq):

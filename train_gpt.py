@@ -50,7 +50,7 @@ def parse(argv=None, prog="train_gpt.py"):
     parser = Parser(prog=prog, description=__doc__, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
     add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (default tiny on "
-        "CUDA, else nano); gpt2_book and dva_book have other defaults than those below: see SIZES and RECIPES")
+        "CUDA with 20 GB, else nano); gpt2_book and dva_book have other defaults than those below: see SIZES and RECIPES")
     for name, what in dict(
             attn="multi-head attention, or Dynamic Value Attention, as trained in its paper (there with --n_head=1 --mlp=none) or in its "
                  "outer form",
@@ -88,6 +88,14 @@ def parse(argv=None, prog="train_gpt.py"):
                                        "(default 1 on CUDA, where Triton is installed)")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args(argv))
+
+
+def default_size(m):
+    """-> (--size where none is typed, why, for a GPU that has little memory). tiny's micro-batches take some 20 GB; and on a T4, which has 16 and
+    no bf16, its 16 epochs would last half a day, by their FLOPs"""
+    memory = torch.cuda.get_device_properties(m.device).total_memory if m.device.type == "cuda" else 0
+    why = f"; nano, as tiny's batches take 20 GB and this GPU has {memory / 1e9:.0f}: --size=tiny --micro_batch=4 takes less"
+    return ("tiny", "") if memory > 20e9 else ("nano", why * (memory > 0))
 
 
 # what may change on --resume
@@ -221,6 +229,9 @@ def main():
     if ckpt and ckpt["settings"]["device"] != m.device.type:
         m.note += f"; --dtype and --compile stay as on {ckpt['settings']['device']}, where the checkpoint was made, unless typed"
     say = report if m.rank == 0 else lambda text: None
+    if not ckpt and "size" not in typed:
+        typed["size"], note = default_size(m)
+        m.note += note
 
     # set-up: settings, data
     s, c = settle(typed, ckpt["config"] | ckpt["settings"] if ckpt else {}, m)
