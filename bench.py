@@ -912,7 +912,7 @@ def compilers(workers):
 
 
 @command(lambda gpu: (
-    ("sm", dict(type=int, choices=[80, 86, 89, 90, 100, 120], default=90, help="compute capability")),
+    ("sm", dict(type=int, choices=[75, 80, 86, 89, 90, 100, 120], default=90, help="compute capability")),
     ("widths", dict(type=listed(int, [str(d) for d in sorted(HEADS)]), default="768,1024,1536,2048,2560,3072",
                     help="d, one or a list, of model.py's SIZES"))))
 def bench_code(args):

@@ -1973,7 +1973,7 @@ def test_run_learning_rate_schedule():
     for schedule, warmup, first, before, *words in (
             ("cosine", 50, 0, None, "30 of 30 steps are warm-up"), ("cosine", 16, 0, None, "16 of 30 steps"), ("constant", 16, 0, None, "16 of 30"),
             ("cosine", 15, 0, None), ("cosine", 16, 16, 30), ("constant", 2, 12, 60), ("cosine", 20, 12, 60, "20 of 30 steps"),
-            ("cosine", 2, 16, 30), ("cosine", 2, 16, 60, "now ends at step 30, not 60", "at 5.24e-01, not 8.73e-01")):
+            ("cosine", 2, 16, 30), ("cosine", 50, 30, 30), ("cosine", 2, 16, 60, "now ends at step 30, not 60", "at 5.24e-01, not 8.73e-01")):
         said, settings = [], dict(lr=1.0, min_lr=0.1, warmup_steps=warmup, max_steps=30, schedule=schedule)
         model_py.schedule_notes(settings, first, before, said.append)
         assert len(said) == bool(words) and all(w in said[0] for w in words), (schedule, warmup, first, before, said)
@@ -6303,7 +6303,7 @@ HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more)
     # most instructions an element (gradients: in the loop), a little above what Triton 3.6 to 3.9 give
     "forward": [(23, 90, "bf16", 768, False), (22, 100, "fp16", 768, False), (21, 90, "bf16", 1024, False), (19, 90, "fp32", 1024, False),
                 (26, 90, "bf16", 1536, False), (20, 90, "bf16", 2048, False), (24, 80, "bf16", 2560, False), (13, 90, "bf16", 768, True),
-                (17, 80, "bf16", 1536, True)],
+                (17, 80, "bf16", 1536, True), (21, 75, "fp32", 768, False)],
     "pre": [(23, 90, "bf16", 768, False), (25, 80, "bf16", 1536, False)],
     "few": [(27, 80, "bf16", 768, False), (27, 100, "bf16", 768, False)],
     "grads": [(20, 90, "bf16", 1024, False), (26, 80, "bf16", 1536, False), (10, 100, "bf16", 768, True),
