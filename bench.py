@@ -830,8 +830,8 @@ ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200 can is
 
 
 def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual="", **flags):
-    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "pool", "pool backward", or,
-    for n_head heads of d, "rope backward"; flags: of the kernel; residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a
+    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "dots" (forward on tensor
+    cores), "pool", "pool backward", or, for n_head heads of d, "rope backward"; flags: of the kernel; residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a
     thread and of shared memory; ops, the opcodes with their modifiers in order; instructions an element in all (each) and in the longest
     loop (loop); far, how many addresses, or tensors of them, have 64-bit offsets; plan. Not in a process that has TRITON_INTERPRET=1."""
     from triton.backends.compiler import GPUTarget
@@ -845,6 +845,10 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
         types = {n: "*fp32" if n.startswith(("c0", "c_last", "edge", "dc", "sum")) else rows if n.endswith("_ptr") else "i32"
                  for n in fn.arg_names}
         elements, odd = plan["U"] * plan["S"] * plan["D"], ("B", "T")
+    elif kind == "dots":
+        fn, warps, plan = kernels._hadamard_dot_kernel, 1, dict(D=d, R=2048 // d, EXACT=False)
+        types = dict(x=rows, out=rows, alpha="*fp32", beta="*fp32", N="i32", scale="fp32")
+        elements, odd = 2048, ("N", "scale")
     elif kind == "rope backward":
         fn, warps, plan = kernels._rope_backward_kernel, 4, kernels._rope_tile(n_head, d) | flags
         types = {n: "*fp32" if n.startswith(("cos", "sin")) else rows if n.endswith("_ptr") else "i32" for n in fn.arg_names}
@@ -879,7 +883,7 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     lines = [(int(at, 16), op, rest) for at, op, rest in
              re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", text) if op != "NOP"]
     jumps = [(int(to[1], 16), at) for at, op, rest in lines if op.startswith("BRA") and (to := re.search(r"0x([0-9a-f]+)", rest))]
-    loop = max(sum(to <= at <= end for at, _, _ in lines) for to, end in jumps if to <= end)
+    loop = max((sum(to <= at <= end for at, _, _ in lines) for to, end in jumps if to <= end), default=0)
     each = 32 * warps / elements
     return SimpleNamespace(registers=found["REG"], stack=found["STACK"] + found["LOCAL"], plan=plan,
                            shared=compiled.metadata.shared,  # the cubin does not know: it is asked for at the launch
@@ -938,7 +942,8 @@ def bench_code(args):
                 if d == args.widths[0]:
                     jobs[kind, only, d] = pool.submit(code_of, kind, args.sm, dtype)
             elif kernels._plan(d, HEADS[d], only, 8 * size, kind):
-                jobs[kind, only, d] = pool.submit(code_of, kind, args.sm, dtype, d, HEADS[d], only)
+                dots = kind == "forward" and not only and args.sm >= 80 and kernels._by_dots(d, 8 * size, torch.device("cpu"))
+                jobs[kind, only, d] = pool.submit(code_of, "dots" if dots else kind, args.sm, dtype, d, HEADS[d], only)
         for name, kind, only, moved, of_loop in kinds:
             row = [name, moved * size, round(moved * size * ISSUE)]
             for d in args.widths:

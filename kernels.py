@@ -545,6 +545,69 @@ if triton is not None:
             tl.store(out + rows + to[i][None, :], y.to(out.dtype.element_ty), mask=ok)
 
     @triton.jit
+    def _signs_of(parity, T: tl.constexpr):
+        "+1 where the last bit of parity is 0, else -1, in 16 or 32 bits of T"
+        if T == tl.float32:
+            return (1 - 2 * (parity & 1)).to(T)
+        else:
+            one: tl.constexpr = 0x3F80 if T == tl.bfloat16 else 0x3C00
+            return (one | (parity & 1) << 15).to(tl.uint16).to(T, bitcast=True)
+
+    @triton.jit
+    def _hadamard_dot_kernel(x, out, alpha, beta, N, scale, D: tl.constexpr, R: tl.constexpr, EXACT: tl.constexpr):
+        """_hadamard_kernel for 16-bit rows of 1024 or 2048 on tensor cores, R rows a program, one warp. A piece of 1024 is a matrix (16, 64) of
+        the bits of its places: H_16 from the left takes four of them, H_16 from the right four more, plain additions the last two.
+
+        Which bits these are leaves every number in the registers where the instruction wants it and, in the end, eight neighbours in one
+        thread: nothing is shuffled, nothing but the two H_16 goes through shared memory. A thread loads m0, m1, m2 (eight neighbours), its lane
+        is m3..m7. The left product wants rows (m8, m4, m3, m0) and leaves (m0, m8, m4, m3), the right one wants columns (m9, m7, m6, m5) and
+        leaves (m9, m6, m5, m7): the order of H's other index. m1 and m2 never move. Products of 16-bit numbers with +-1 are exact and are
+        summed in fp32; what the left product gives is split into two bf16, which hold 16 bits of it, where the result keeps 8 or 11.
+        EXACT: products in fp32, for the interpreter, which multiplies bf16 wrongly (triton-lang/triton, issue 11584)."""
+        T: tl.constexpr = tl.float32 if EXACT else x.dtype.element_ty
+        B: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
+        m, q = tl.arange(0, 1024), tl.arange(0, 256)  # q: the bits of (row, column) of an H_16, in the order in which a thread holds them
+        left = _signs_of(q & q >> 1 ^ q >> 2 & q >> 7 ^ q >> 4 & q >> 6 ^ q >> 3 & q >> 5, T)
+        left = tl.reshape(tl.permute(tl.reshape(left, (2, 2, 2, 2, 2, 2, 2, 2)), (6, 0, 1, 2, 5, 3, 4, 7)), (16, 16))
+        right = _signs_of(q & q >> 6 ^ q >> 3 & q >> 7 ^ q >> 4 & q >> 5 ^ q >> 1 & q >> 2, B)
+        right = tl.reshape(tl.permute(tl.reshape(right, (2, 2, 2, 2, 2, 2, 2, 2)), (6, 3, 4, 7, 5, 0, 1, 2)), (16, 16))
+        to = m & 519 | (m >> 3 & 3) << 5 | (m >> 5 & 3) << 3 | (m >> 7 & 1) << 8 | (m >> 8 & 1) << 7  # (m9 m7 m8 m4 m3 m6 m5 m2 m1 m0)
+        to = tl.max_contiguous(tl.multiple_of(to, 8), 8)
+        P: tl.constexpr = D // 1024
+        row = tl.program_id(0).to(tl.int64) * R
+        t, n = (), ()
+        for i in tl.static_range(R * P):  # all loads first
+            t = t + (tl.load(x + row * D + i * 1024 + m, mask=m < (row + i // P < N).to(tl.int32) * 1024, other=0.0),)
+        for i in tl.static_range(R * P):
+            y = tl.reshape(t[i], (2, 2, 2, 2, 2, 2, 2, 2, 2, 2))                                    # m9 .. m0
+            y = tl.reshape(tl.permute(y, (1, 5, 6, 9, 0, 7, 8, 2, 3, 4)), (16, 64)).to(T)           # (m8 m4 m3 m0, m9 m2 m1 m7 m6 m5)
+            y = tl.dot(left, y, input_precision="ieee")                                             # (m0 m8 m4 m3, ..)
+            y = tl.reshape(tl.permute(tl.reshape(y, (16, 2, 4, 8)), (2, 0, 1, 3)), (64, 16))        # (m2 m1 m0 m8 m4 m3, m9 m7 m6 m5)
+            high = y.to(tl.int32, bitcast=True) & -65536  # the upper half of an fp32 is a bf16
+            low = (y - high.to(tl.float32, bitcast=True)).to(tl.bfloat16).to(B)
+            high = high.to(tl.float32, bitcast=True).to(B) if EXACT else (high >> 16).to(tl.int16).to(B, bitcast=True)
+            y = tl.dot(low, right, tl.dot(high, right, input_precision="ieee"), input_precision="ieee")  # (m2 m1 m0 m8 m4 m3, m9 m6 m5 m7)
+            for _ in tl.static_range(2):                                                            # m2, then m1
+                a, b = tl.split(tl.permute(tl.reshape(y, (2, 512)), (1, 0)))
+                y = tl.permute(tl.reshape(tl.join(a + b, a - b), (2, 256, 2)), (0, 2, 1))
+            y = tl.reshape(y, (2, 2, 2, 2, 2, 2, 2, 2, 2, 2))                                       # m2 m1 m0 m8 m4 m3 m9 m6 m5 m7
+            n = n + (tl.reshape(tl.permute(y, (6, 9, 3, 4, 5, 7, 8, 0, 1, 2)), (1024,)),)           # as `to` has them
+        t = n
+        if P > 1:
+            t = _across(n, 1, P, 1)
+        for j in tl.static_range(P):
+            weight = scale
+            if alpha is not None:
+                weight = tl.load(alpha + j * 1024 + to).to(tl.float32) * scale
+            if beta is not None:
+                shift = tl.load(beta + j * 1024 + to).to(tl.float32)
+            for r in tl.static_range(R):
+                y = t[r * P + j] * weight
+                if beta is not None:
+                    y = y + shift
+                tl.store(out + (row + r) * D + j * 1024 + to, y.to(out.dtype.element_ty), mask=m < (row + r < N).to(tl.int32) * 1024)
+
+    @triton.jit
     def _hadamard_norm_kernel(x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, D: tl.constexpr, M: tl.constexpr,
                               P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
                               V: tl.constexpr, TURN: tl.constexpr, RMS: tl.constexpr):
@@ -785,6 +848,13 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     return dict(D=d, M=M, P=P, C=C, CW=CW, W=W, R=R, INNER=inner, V=V, TURN=int(inner and W > CW)), warps
 
 
+@lru_cache(None)
+def _by_dots(d, bits, device):
+    "Whether _hadamard_dot_kernel takes rows of d: its instructions are NVIDIA's, from Ampere on; the interpreter can, too"
+    return d in (1024, 2048) and bits == 16 and (
+        device.type != "cuda" or torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0))
+
+
 # enable_fp_fusion, below: multiply and add in one instruction. Triton 3.9 warns if a launch does not set it; 3.10 is to default to off.
 
 
@@ -801,7 +871,12 @@ def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
     (N, d), (x, alpha, beta, pre) = x.shape, _row_major(x, alpha, beta, pre)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N <= _FEW else "forward" if pre is None else "pre")
     out = torch.empty_like(x)
-    if N:
+    if N > _FEW and pre is None and not heads_only and _by_dots(d, x.element_size() * 8, x.device):
+        R = 2048 // d
+        with torch.cuda.device_of(x):
+            _hadamard_dot_kernel[(triton.cdiv(N, R),)](x, out, alpha, beta, N, scale, D=d, R=R, EXACT=not x.is_cuda, num_warps=1,
+                                                       enable_fp_fusion=True)
+    elif N:
         with torch.cuda.device_of(x):  # Triton launches on the current device, which need not be the tensor's
             _hadamard_kernel[(triton.cdiv(N, plan["R"]), _columns(plan))](x, out, alpha, beta, pre, N, scale, **plan, num_warps=warps,
                                                                           enable_fp_fusion=True)
