@@ -556,17 +556,7 @@ if triton is not None:
             return (one | (parity & 1) << 15).to(tl.uint16).to(T, bitcast=True)
 
     @triton.jit
-    def _halves(y, B: tl.constexpr):
-        "fp32 as the sum of two bf16, the second rounded: 16 bits of it"
-        high = y.to(tl.int32, bitcast=True) & -65536  # the upper half of an fp32 is a bf16
-        low = (y - high.to(tl.float32, bitcast=True)).to(tl.bfloat16).to(B)
-        if B == tl.float32:
-            return high.to(tl.float32, bitcast=True), low
-        else:
-            return (high >> 16).to(tl.int16).to(B, bitcast=True), low
-
-    @triton.jit
-    def _hadamard_dot_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, R: tl.constexpr, EXACT: tl.constexpr):
+    def _hadamard_dot_kernel(x, out, alpha, beta, N, scale, D: tl.constexpr, R: tl.constexpr, EXACT: tl.constexpr):
         """_hadamard_kernel for 16-bit rows of 1024 or 2048 on tensor cores, R rows a program, one warp. A piece of 1024 is a matrix (16, 64) of
         the bits of its places: H_16 from the left takes four of them, H_16 from the right four more, plain additions the last two.
 
@@ -574,10 +564,10 @@ if triton is not None:
         thread: nothing is shuffled, nothing but the two H_16 goes through shared memory. A thread loads m0, m1, m2 (eight neighbours), its lane
         is m3..m7. The left product wants rows (m8, m4, m3, m0) and leaves (m0, m8, m4, m3), the right one wants columns (m9, m7, m6, m5) and
         leaves (m9, m6, m5, m7): the order of H's other index. m1 and m2 never move. Products of 16-bit numbers with +-1 are exact and are
-        summed in fp32; what the left product gives, and pre * x, is split into two bf16, 16 bits, where the result keeps 8 or 11.
+        summed in fp32; what the left product gives is split into two bf16, which hold 16 bits of it, where the result keeps 8 or 11.
         EXACT: products in fp32, for the interpreter, which multiplies bf16 wrongly (triton-lang/triton, issue 11584)."""
         B: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
-        T: tl.constexpr = B if EXACT or pre is not None else x.dtype.element_ty
+        T: tl.constexpr = B if EXACT else x.dtype.element_ty
         m, q = tl.arange(0, 1024), tl.arange(0, 256)  # q: the bits of (row, column) of an H_16, in the order in which a thread holds them
         left = _signs_of(q & q >> 1 ^ q >> 2 & q >> 7 ^ q >> 4 & q >> 6 ^ q >> 3 & q >> 5, T)
         left = tl.reshape(tl.permute(tl.reshape(left, (2, 2, 2, 2, 2, 2, 2, 2)), (6, 0, 1, 2, 5, 3, 4, 7)), (16, 16))
@@ -590,21 +580,14 @@ if triton is not None:
         t, n = (), ()
         for i in tl.static_range(R * P):  # all loads first
             t = t + (tl.load(x + row * D + i * 1024 + m, mask=m < (row + i // P < N).to(tl.int32) * 1024, other=0.0),)
-        if pre is not None:
-            for i in tl.static_range(R * P):
-                n = n + (t[i].to(tl.float32) * tl.load(pre + i % P * 1024 + m),)
-            t = n
-            n = ()
         for i in tl.static_range(R * P):
             y = tl.reshape(t[i], (2, 2, 2, 2, 2, 2, 2, 2, 2, 2))                                    # m9 .. m0
-            y = tl.reshape(tl.permute(y, (1, 5, 6, 9, 0, 7, 8, 2, 3, 4)), (16, 64))                 # (m8 m4 m3 m0, m9 m2 m1 m7 m6 m5)
-            if pre is None:
-                y = tl.dot(left, y.to(T), input_precision="ieee")                                   # (m0 m8 m4 m3, ..)
-            else:
-                high, low = _halves(y, B)
-                y = tl.dot(left, low, tl.dot(left, high, input_precision="ieee"), input_precision="ieee")
+            y = tl.reshape(tl.permute(y, (1, 5, 6, 9, 0, 7, 8, 2, 3, 4)), (16, 64)).to(T)           # (m8 m4 m3 m0, m9 m2 m1 m7 m6 m5)
+            y = tl.dot(left, y, input_precision="ieee")                                             # (m0 m8 m4 m3, ..)
             y = tl.reshape(tl.permute(tl.reshape(y, (16, 2, 4, 8)), (2, 0, 1, 3)), (64, 16))        # (m2 m1 m0 m8 m4 m3, m9 m7 m6 m5)
-            high, low = _halves(y, B)
+            high = y.to(tl.int32, bitcast=True) & -65536  # the upper half of an fp32 is a bf16
+            low = (y - high.to(tl.float32, bitcast=True)).to(tl.bfloat16).to(B)
+            high = high.to(tl.float32, bitcast=True) if EXACT else (high >> 16).to(tl.int16).to(B, bitcast=True)
             y = tl.dot(low, right, tl.dot(high, right, input_precision="ieee"), input_precision="ieee")  # (m2 m1 m0 m8 m4 m3, m9 m6 m5 m7)
             for _ in tl.static_range(2):                                                            # m2, then m1
                 a, b = tl.split(tl.permute(tl.reshape(y, (2, 512)), (1, 0)))
@@ -890,10 +873,10 @@ def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
     (N, d), (x, alpha, beta, pre) = x.shape, _row_major(x, alpha, beta, pre)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N <= _FEW else "forward" if pre is None else "pre")
     out = torch.empty_like(x)
-    if N > _FEW and not heads_only and _by_dots(d, x.element_size() * 8, x.device):
+    if N > _FEW and pre is None and not heads_only and _by_dots(d, x.element_size() * 8, x.device):
         R = 2048 // d
         with torch.cuda.device_of(x):
-            _hadamard_dot_kernel[(triton.cdiv(N, R),)](x, out, alpha, beta, pre, N, scale, D=d, R=R, EXACT=not x.is_cuda, num_warps=1,
+            _hadamard_dot_kernel[(triton.cdiv(N, R),)](x, out, alpha, beta, N, scale, D=d, R=R, EXACT=not x.is_cuda, num_warps=1,
                                                        enable_fp_fusion=True)
     elif N:
         with torch.cuda.device_of(x):  # Triton launches on the current device, which need not be the tensor's
