@@ -557,15 +557,19 @@ if triton is not None:
 
     @triton.jit
     def _hadamard_dot_kernel(x, out, alpha, beta, N, scale, D: tl.constexpr, R: tl.constexpr, EXACT: tl.constexpr):
-        """_hadamard_kernel for 16-bit rows of 1024 or 2048 on tensor cores, R rows a program, one warp. A piece of 1024 is a matrix (16, 64) of
-        the bits of its places: H_16 from the left takes four of them, H_16 from the right four more, plain additions the last two.
+        """_hadamard_kernel for 16-bit rows of 1024 or 2048 on tensor cores, R rows a program of one warp. H_1024 is H_2 ten times, once for
+        each bit m9 .. m0 of a number's place. With the places as a matrix of 4 by 6 bits, H_16 from the left does four of them; as one of 6
+        by 4 bits, H_16 from the right does four more; plain additions do m2 and m1 and, of two pieces of 1024, the last.
 
-        Which bits these are leaves every number in the registers where the instruction wants it and, in the end, eight neighbours in one
-        thread: nothing is shuffled, nothing but the two H_16 goes through shared memory. A thread loads m0, m1, m2 (eight neighbours), its lane
-        is m3..m7. The left product wants rows (m8, m4, m3, m0) and leaves (m0, m8, m4, m3), the right one wants columns (m9, m7, m6, m5) and
-        leaves (m9, m6, m5, m7): the order of H's other index. m1 and m2 never move. Products of 16-bit numbers with +-1 are exact and are
-        summed in fp32; what the left product gives is split into two bf16, which hold 16 bits of it, where the result keeps 8 or 11.
-        EXACT: products in fp32, for the interpreter, which multiplies bf16 wrongly (triton-lang/triton, issue 11584)."""
+        The bits are dealt out so that each product finds its operand in the registers of the very threads that hold it (mma's fragments):
+        nothing is shuffled, only the two H_16 pass through shared memory. A thread loads eight neighbours, m2 m1 m0; m7 .. m3 are its lane,
+        m9 m8 more registers. The left product takes rows (m8 m4 m3 m0) and leaves them as (m0 m8 m4 m3), the right one takes columns (m9 m7
+        m6 m5) and leaves (m9 m6 m5 m7), so that a thread stores eight neighbours again. A layout that Triton chose otherwise would cost
+        time, not change a result.
+
+        Products of 16-bit numbers with +-1 are exact and summed in fp32. What the left product gives is split into two bf16, which hold 16
+        bits of it, where the result keeps 8 or 11; an infinite number makes its row NaN. EXACT: products in fp32, for the interpreter,
+        which multiplies bf16 wrongly (triton-lang/triton, issue 11584)."""
         B: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
         T: tl.constexpr = B if EXACT else x.dtype.element_ty
         m, q = tl.arange(0, 1024), tl.arange(0, 256)  # q: the bits of (row, column) of an H_16, in the order in which a thread holds them
