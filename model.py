@@ -831,7 +831,7 @@ class GPT(nn.Module):
         "What .to() and its kin do, but that a cast must not round the angles, and to_empty() must neither lose them nor untie the head"
         tied, cos = self.tied(), getattr(self, "cos", None)
         super()._apply(fn, recurse)
-        if cos is not None and (cos.is_meta or self.cos.dtype != cos.dtype):
+        if cos is not None and self.cos is not cos:
             self.cos, self.sin = self.angles(self.cos.device, self.cos.dtype)
         if tied:
             self.lm_head.weight = self.wte.weight

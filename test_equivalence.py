@@ -1890,12 +1890,15 @@ def test_gpt_made_on_the_meta_device_is_the_gpt(tie_weights):
     with torch.device("meta"):
         loaded, drawn, assigned, once, other, part, of_book = (GPT(model.config).eval() for model in (*[m] * 6, book))
     loaded.to_empty(device="cpu").load_state_dict(m.state_dict())
+    emptied = copy.deepcopy(m)
+    with unittest.mock.patch.object(torch, "empty_like", lambda t, device: torch.full_like(t, math.nan, device=device)):
+        emptied.to_empty(device="cpu").load_state_dict(m.state_dict())
     assigned.load_state_dict(copy.deepcopy(m.state_dict()), assign=True)
     for model, left_out in ((once, "wte.weight"), (other, "lm_head.weight")):
         one_name = {n: p for n, p in m.state_dict().items() if n != left_out or not tie_weights}  # as safetensors keeps a tied pair
         model.load_state_dict(copy.deepcopy(one_name), assign=True)
     nn.ModuleList([part]).load_state_dict({f"0.{n}": p for n, p in copy.deepcopy(m.state_dict()).items()}, assign=True)  # as in DDP
-    for model in (loaded, assigned, once, other, part):
+    for model in (loaded, emptied, assigned, once, other, part):
         assert (model.lm_head.weight is model.wte.weight) == tie_weights and torch.equal(model(idx), m(idx))
         assert model.wte.weight.requires_grad and model.num_params() == m.num_params()
     with torch.device("meta"):
