@@ -830,8 +830,8 @@ ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200 can is
 
 
 def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual="", **flags):
-    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "dots" (forward on tensor
-    cores), "pool", "pool backward", or, for n_head heads of d, "rope backward"; flags: of the kernel; residual: "fp32" beside rows of 16
+    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "dots forward", "dots
+    pre" or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d, "rope backward"; flags: of the kernel; residual: "fp32" beside rows of 16
     bits. -> registers, bytes of stack a thread and of shared memory; ops, the opcodes with their modifiers in order; instructions an
     element in all (each) and in the longest loop (loop, 0 if none); far, how many addresses, or tensors of them, have 64-bit offsets; plan.
     Not in a process that has TRITON_INTERPRET=1."""
@@ -846,10 +846,14 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
         types = {n: "*fp32" if n.startswith(("c0", "c_last", "edge", "dc", "sum")) else rows if n.endswith("_ptr") else "i32"
                  for n in fn.arg_names}
         elements, odd = plan["U"] * plan["S"] * plan["D"], ("B", "T")
-    elif kind == "dots":
-        fn, warps, plan = kernels._hadamard_dot_kernel, 1, dict(D=d, R=2048 // d, EXACT=False)
-        types = dict(x=rows, out=rows, alpha="*fp32", beta="*fp32", N="i32", scale="fp32")
-        elements, odd = 2048, ("N", "scale")
+    elif kind.startswith("dots"):
+        fn, warps, plan = kernels._hadamard_dot_kernel, 1, kernels._dot_plan(d, n_head, kind.removeprefix("dots ")) | dict(EXACT=False)
+        types = dict(x=rows, N="i32", scale="fp32") | dict.fromkeys(("pre",) if kind == "dots pre" else ("alpha", "beta"), "*fp32")
+        types |= dict.fromkeys(("out", "dy", "dx"), rows) | dict.fromkeys(("dalpha", "dbeta"), "*fp32") | dict(signs="*i16")
+        if kind == "dots backward":
+            fn = kernels._hadamard_dot_grads_kernel
+        types = {n: t for n, t in types.items() if n in fn.arg_names}
+        elements, odd = d * plan["R"] * plan.get("G", 1), ("N", "scale")
     elif kind == "rope backward":
         fn, warps, plan = kernels._rope_backward_kernel, 4, kernels._rope_tile(n_head, d) | flags
         types = {n: "*fp32" if n.startswith(("cos", "sin")) else rows if n.endswith("_ptr") else "i32" for n in fn.arg_names}
@@ -942,9 +946,10 @@ def bench_code(args):
             if "pool" in kind:  # of any width: one, in the first column
                 if d == args.widths[0]:
                     jobs[kind, only, d] = pool.submit(code_of, kind, args.sm, dtype)
-            elif kernels._plan(d, HEADS[d], only, 8 * size, kind):
-                dots = kind == "forward" and not only and args.sm >= 80 and kernels._by_dots(d, 8 * size, torch.device("cpu"))
-                jobs[kind, only, d] = pool.submit(code_of, "dots" if dots else kind, args.sm, dtype, d, HEADS[d], only)
+                continue
+            dots = kind in ("forward", "pre", "backward") and not only and size == 2 and args.sm >= 80 and kernels._dot_plan(d, HEADS[d], kind)
+            if dots or kernels._plan(d, HEADS[d], only, 8 * size, kind):
+                jobs[kind, only, d] = pool.submit(code_of, f"dots {kind}" if dots else kind, args.sm, dtype, d, HEADS[d], only)
         for name, kind, only, moved, of_loop in kinds:
             row = [name, moved * size, round(moved * size * ISSUE)]
             for d in args.widths:

@@ -546,72 +546,165 @@ if triton is not None:
                 y = y + _load_vector(beta + part, to[i], live, R, W)
             tl.store(out + rows + to[i][None, :], y.to(out.dtype.element_ty), mask=ok)
 
+    # The same on tensor cores, for rows of 16 bits; _dot_plan says of what widths. A program is one warp, a tile 512 numbers, which nine bits
+    # tell apart: a s c, neighbours in memory (strides 1 2 4); l0 l1 l2; n0 n1 n2. H_2 acts on each bit by itself, so H_16 from the left on a
+    # matrix with rows (l2 l1 l0 a) does four of them, H_16 from the right on one with columns (c n2 n1 n0) four more, a plain addition s. Where
+    # d has a factor 12 or 20, H_m (x) H_4 takes the left H_16's place, as M x M blocks of 16 x 16 for M tiles: m = 4 M, and the other two bits of
+    # its index are among l0 l1 l2. What is left of a wide row, tiles P times as many, is plain additions of whole tiles.
+    #
+    # The bits are dealt out so that each product finds its operand in the very threads that hold it (mma's fragments), so nothing is shuffled
+    # and each load and store takes 16 bytes. A thread loads a s c; l2 is a register more, its lane is (n2 n1 n0 l1 l0). The first product leaves
+    # (l2 l1 l0) and two of n in the lane, and a in a register; the second leaves (l2 l1 l0 n1 n0), and a s c n2 in registers. Back, from
+    # there to what was loaded, is the same with l and a in the place of n and c. A layout that Triton chose otherwise would cost time, not change
+    # a result.
+    #
+    # Products of 16-bit numbers with +-1 are exact and summed in fp32. What is fp32 goes into a product as two bf16, which hold 16 bits of it,
+    # where the result keeps 8 or 11; an infinite number makes its row NaN. EXACT: products in fp32, for the interpreter, which multiplies bf16
+    # wrongly (triton-lang/triton, issue 11584). Constexprs, beside those above (D, P and a tile's R rows: two where a row is too narrow, then
+    # n2 is the row, which the second product leaves alone):
+    #     IN, OUT   strides of (l0 l1 n0 n1 n2 l2) and of (n0 n1 l0 l1 l2 n2)
+    #     MS, PS    distances from one of the M, and of the P, tiles to the next
+    #     K         the matrices' signs: see _sign_bits
+
     @triton.jit
-    def _signs_of(parity, T: tl.constexpr):
-        "+1 where the last bit of parity is 0, else -1, in 16 or 32 bits of T"
-        if T == tl.float32:
-            return (1 - 2 * (parity & 1)).to(T)
+    def _spread(STRIDES: tl.constexpr, SKIP: tl.constexpr):
+        "Where a tile's numbers stand in memory, (512,): eight neighbours, and six bits of these strides, but for the one that is SKIP"
+        q = tl.arange(0, 512)
+        at = q & 7
+        for i in tl.static_range(6):
+            if STRIDES[i] != SKIP:
+                at = at + (q >> (i + 3) & 1) * STRIDES[i]
+        return tl.max_contiguous(tl.multiple_of(at, 8), 8)
+
+    @triton.jit
+    def _load_pieces(x, row, at, N, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr, MS: tl.constexpr, PS: tl.constexpr):
+        "The M * P tiles (512,) of R rows, 0 from row N on"
+        ok = at < tl.minimum(tl.maximum(N - row, 0), R).to(tl.int32) * D
+        t = ()
+        for i in tl.static_range(M * P):
+            t = t + (tl.load(x + row * D + (i // P * MS + i % P * PS) + at, mask=ok, other=0.0),)
+        return t
+
+    @triton.jit
+    def _sign_bits(K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, R: tl.constexpr, ONE: tl.constexpr):
+        """Matrix I of the 2 M^2 + 2: M^2 blocks for the left and one for the right, then one for the left and M^2 blocks for the right. 256
+        numbers +-1 in 16 bits (ONE: what 1 is), eight a thread as mma wants them, where K[I] has a bit for each lane, for two of the eight"""
+        q = tl.arange(0, 256)
+        if I == M * M or I > M * M + 1:  # right, bits (1' 0' 2' 2 1, e' e 0): a dash for the result, e for a or c, n or l by their numbers
+            sign = tl.where((q & 1) == 1, K[I][1], K[I][0]) >> (q >> 3) ^ q >> 2 & q >> 1
+            differ = q >> 5 ^ q >> 4
+        else:  # left, (2' 1' 0' 1 0, 2 e' e)
+            sign = tl.where((q >> 2 & 1) == 1, K[I][1], K[I][0]) >> (q >> 3) ^ q >> 1 & q
+            differ = q >> 7 ^ q >> 2
+        sign = ONE | (sign & 1) << 15
+        if R == 2 and (I == M * M or I == M * M + 1):  # 0 between two rows
+            sign = tl.where((differ & 1) == 1, 0, sign)
+        return sign.to(tl.int16)
+
+    @triton.jit
+    def _sign_matrix(signs, K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, R: tl.constexpr, T: tl.constexpr, EXACT: tl.constexpr):
+        "(16, 16) of it, in T: what _sign_bits says, or, in a loop, from memory, where it has been put"
+        if signs is None:
+            a = _sign_bits(K, I, M, R, 0x3F80 if T == tl.bfloat16 else 0x3C00)
         else:
-            one: tl.constexpr = 0x3F80 if T == tl.bfloat16 else 0x3C00
-            return (one | (parity & 1) << 15).to(tl.uint16).to(T, bitcast=True)
+            a = tl.load(signs + I * 256 + tl.arange(0, 256))
+        a = tl.reshape(a.to(T, bitcast=True), (2, 2, 2, 2, 2, 2, 2, 2))
+        a = tl.permute(a, (6, 3, 4, 7, 5, 0, 1, 2) if I == M * M or I > M * M + 1 else (6, 0, 1, 2, 5, 3, 4, 7))
+        return tl.reshape(a, (16, 16)).to(tl.float32 if EXACT else T)
 
     @triton.jit
-    def _hadamard_dot_kernel(x, out, alpha, beta, N, scale, D: tl.constexpr, R: tl.constexpr, EXACT: tl.constexpr):
-        """_hadamard_kernel for 16-bit rows of 1024 or 2048 on tensor cores, R rows a program of one warp. H_1024 is H_2 ten times, once for
-        each bit m9 .. m0 of a number's place. With the places as a matrix of 4 by 6 bits, H_16 from the left does four of them; as one of 6
-        by 4 bits, H_16 from the right does four more; plain additions do m2 and m1 and, of two pieces of 1024, the last.
+    def _halves(y, EXACT: tl.constexpr):
+        "fp32 as a sum of two bf16, to 16 bits"
+        high = y.to(tl.int32, bitcast=True) & -65536  # the upper half of an fp32 is a bf16
+        low = (y - high.to(tl.float32, bitcast=True)).to(tl.bfloat16)
+        if EXACT:
+            return high.to(tl.float32, bitcast=True), low.to(tl.float32)
+        else:
+            return (high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), low
 
-        The bits are dealt out so that each product finds its operand in the registers of the very threads that hold it (mma's fragments):
-        nothing is shuffled, only the two H_16 pass through shared memory. A thread loads eight neighbours, m2 m1 m0; m7 .. m3 are its lane,
-        m9 m8 more registers. The left product takes rows (m8 m4 m3 m0) and leaves them as (m0 m8 m4 m3), the right one takes columns (m9 m7
-        m6 m5) and leaves (m9 m6 m5 m7), so that a thread stores eight neighbours again. A layout that Triton chose otherwise would cost
-        time, not change a result.
+    @triton.jit
+    def _pieces_across(t, M: tl.constexpr, P: tl.constexpr):
+        n = ()
+        for i in tl.static_range(M):
+            u = ()
+            for j in tl.static_range(P):
+                u = u + (t[i * P + j],)
+            n = n + _across(u, 1, P, 1)
+        return n
 
-        Products of 16-bit numbers with +-1 are exact and summed in fp32. What the left product gives is split into two bf16, which hold 16
-        bits of it, where the result keeps 8 or 11; an infinite number makes its row NaN. EXACT: products in fp32, for the interpreter,
-        which multiplies bf16 wrongly (triton-lang/triton, issue 11584)."""
-        B: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
-        T: tl.constexpr = B if EXACT else x.dtype.element_ty
-        m, q = tl.arange(0, 1024), tl.arange(0, 256)  # q: the bits of (row, column) of an H_16, in the order in which a thread holds them
-        left = _signs_of(q & q >> 1 ^ q >> 2 & q >> 7 ^ q >> 4 & q >> 6 ^ q >> 3 & q >> 5, T)
-        left = tl.reshape(tl.permute(tl.reshape(left, (2, 2, 2, 2, 2, 2, 2, 2)), (6, 0, 1, 2, 5, 3, 4, 7)), (16, 16))
-        right = _signs_of(q & q >> 6 ^ q >> 3 & q >> 7 ^ q >> 4 & q >> 5 ^ q >> 1 & q >> 2, B)
-        right = tl.reshape(tl.permute(tl.reshape(right, (2, 2, 2, 2, 2, 2, 2, 2)), (6, 3, 4, 7, 5, 0, 1, 2)), (16, 16))
-        to = m & 519 | (m >> 3 & 3) << 5 | (m >> 5 & 3) << 3 | (m >> 7 & 1) << 8 | (m >> 8 & 1) << 7  # (m9 m7 m8 m4 m3 m6 m5 m2 m1 m0)
-        to = tl.max_contiguous(tl.multiple_of(to, 8), 8)
-        P: tl.constexpr = D // 1024
-        row = tl.program_id(0).to(tl.int64) * R
-        t, n = (), ()
-        for i in tl.static_range(R * P):  # all loads first
-            t = t + (tl.load(x + row * D + i * 1024 + m, mask=m < (row + i // P < N).to(tl.int32) * 1024, other=0.0),)
-        for i in tl.static_range(R * P):
-            y = tl.reshape(t[i], (2, 2, 2, 2, 2, 2, 2, 2, 2, 2))                                    # m9 .. m0
-            y = tl.reshape(tl.permute(y, (1, 5, 6, 9, 0, 7, 8, 2, 3, 4)), (16, 64)).to(T)           # (m8 m4 m3 m0, m9 m2 m1 m7 m6 m5)
-            y = tl.dot(left, y, input_precision="ieee")                                             # (m0 m8 m4 m3, ..)
-            y = tl.reshape(tl.permute(tl.reshape(y, (16, 2, 4, 8)), (2, 0, 1, 3)), (64, 16))        # (m2 m1 m0 m8 m4 m3, m9 m7 m6 m5)
-            high = y.to(tl.int32, bitcast=True) & -65536  # the upper half of an fp32 is a bf16
-            low = (y - high.to(tl.float32, bitcast=True)).to(tl.bfloat16).to(B)
-            high = high.to(tl.float32, bitcast=True) if EXACT else (high >> 16).to(tl.int16).to(B, bitcast=True)
-            y = tl.dot(low, right, tl.dot(high, right, input_precision="ieee"), input_precision="ieee")  # (m2 m1 m0 m8 m4 m3, m9 m6 m5 m7)
-            for _ in tl.static_range(2):                                                            # m2, then m1
-                a, b = tl.split(tl.permute(tl.reshape(y, (2, 512)), (1, 0)))
-                y = tl.permute(tl.reshape(tl.join(a + b, a - b), (2, 256, 2)), (0, 2, 1))
-            y = tl.reshape(y, (2, 2, 2, 2, 2, 2, 2, 2, 2, 2))                                       # m2 m1 m0 m8 m4 m3 m9 m6 m5 m7
-            n = n + (tl.reshape(tl.permute(y, (6, 9, 3, 4, 5, 7, 8, 0, 1, 2)), (1024,)),)           # as `to` has them
-        t = n
-        if P > 1:
-            t = _across(n, 1, P, 1)
-        for j in tl.static_range(P):
+    @triton.jit
+    def _dots(t, signs, K: tl.constexpr, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr, EXACT: tl.constexpr):
+        "A tuple of M * P tiles (512,), as IN has their numbers, in 16 bits or fp32, times H, in fp32, as OUT has them; or BACK from OUT to IN"
+        WIDE: tl.constexpr = t[0].dtype == tl.float32
+        T: tl.constexpr = tl.bfloat16 if WIDE else t[0].dtype
+        LEFT: tl.constexpr = M * M + 1 if BACK else 0      # the first matrix
+        ML: tl.constexpr = 1 if BACK else M                # blocks along and across
+        MR: tl.constexpr = M if BACK else 1
+        if BACK:
+            t = _pieces_across(t, M, P)
+        high, low = (), ()
+        for i in tl.static_range(M * P):
+            y = tl.reshape(t[i], (2, 2, 2, 2, 2, 2, 2, 2, 2))  # l2 n2 n1 n0 l1 l0 c s a, back n2 l2 l1 l0 n1 n0 c s a
+            y = tl.reshape(tl.permute(y, (0, 4, 5, 6, 7, 8, 1, 2, 3) if BACK else (0, 4, 5, 8, 7, 6, 1, 2, 3)), (16, 32))
+            if WIDE:
+                h, l = _halves(y, EXACT)
+                high, low = high + (h,), low + (l,)
+            else:
+                high = high + (y.to(tl.float32 if EXACT else T),)
+        h, l = (), ()
+        for i in tl.static_range(M * P):
+            y = tl.zeros((16, 32), tl.float32)             # (a l2 l1 l0, s c n2 n1 n0), back (c n2 n1 n0, s a l2 l1 l0)
+            for k in tl.static_range(ML):
+                S = _sign_matrix(signs, K, LEFT + (i // P * M + k if ML > 1 else 0), M, R, T, EXACT)
+                y = tl.dot(S, high[k * P + i % P if ML > 1 else i], y, input_precision="ieee")
+                if WIDE:
+                    y = tl.dot(S, low[k * P + i % P if ML > 1 else i], y, input_precision="ieee")
+            a, b = _halves(tl.reshape(tl.permute(tl.reshape(y, (16, 2, 16)), (1, 0, 2)), (32, 16)), EXACT)
+            h, l = h + (a,), l + (b,)
+        n = ()
+        for i in tl.static_range(M * P):
+            y = tl.zeros((32, 16), tl.float32)             # (s a l2 l1 l0, c n1 n0 n2), back (s c n2 n1 n0, a l1 l0 l2)
+            for k in tl.static_range(MR):
+                S = _sign_matrix(signs, K, LEFT + ML * ML + (i // P * M + k if MR > 1 else 0), M, R, tl.bfloat16, EXACT)
+                y = tl.dot(h[k * P + i % P if MR > 1 else i], S, y, input_precision="ieee")
+                y = tl.dot(l[k * P + i % P if MR > 1 else i], S, y, input_precision="ieee")
+            a, b = tl.split(tl.permute(tl.reshape(y, (2, 256)), (1, 0)))
+            y = tl.reshape(tl.join(a + b, a - b), (2, 2, 2, 2, 2, 2, 2, 2, 2))  # a l2 l1 l0 c n1 n0 n2 s, back c n2 n1 n0 a l1 l0 l2 s
+            n = n + (tl.reshape(tl.permute(y, (7, 1, 2, 3, 5, 6, 0, 8, 4) if BACK else (7, 1, 2, 3, 5, 6, 4, 8, 0)), (512,)),)
+        return n if BACK else _pieces_across(n, M, P)
+
+    @triton.jit
+    def _hadamard_dot_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+                             G: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, MS: tl.constexpr, PS: tl.constexpr, K: tl.constexpr,
+                             EXACT: tl.constexpr):
+        "_hadamard_kernel on tensor cores; a program takes G times R rows"
+        row = tl.program_id(0).to(tl.int64) * (R * G)
+        at, to, channel = _spread(IN, 0), _spread(OUT, 0), _spread(IN, D)
+        t = ()
+        for g in tl.static_range(G):  # all loads first
+            t = t + _load_pieces(x, row + g * R, at, N, D, M, P, R, MS, PS)
+        n = ()
+        for g in tl.static_range(G):
+            u = ()
+            for i in tl.static_range(M * P):
+                y = t[g * M * P + i]
+                if pre is not None:
+                    y = y.to(tl.float32) * tl.load(pre + (i // P * MS + i % P * PS) + channel).to(tl.float32)
+                u = u + (y,)
+            n = n + _dots(u, None, K, M, P, R, False, EXACT)
+        channel = _spread(OUT, D)
+        for i in tl.static_range(M * P):
             weight = scale
             if alpha is not None:
-                weight = tl.load(alpha + j * 1024 + to).to(tl.float32) * scale
+                weight = tl.load(alpha + (i // P * MS + i % P * PS) + channel).to(tl.float32) * scale
             if beta is not None:
-                shift = tl.load(beta + j * 1024 + to).to(tl.float32)
-            for r in tl.static_range(R):
-                y = t[r * P + j] * weight
+                shift = tl.load(beta + (i // P * MS + i % P * PS) + channel).to(tl.float32)
+            for g in tl.static_range(G):
+                y = n[g * M * P + i] * weight
                 if beta is not None:
                     y = y + shift
-                tl.store(out + (row + r) * D + j * 1024 + to, y.to(out.dtype.element_ty), mask=m < (row + r < N).to(tl.int32) * 1024)
+                ok = to < tl.minimum(tl.maximum(N - row - g * R, 0), R).to(tl.int32) * D
+                tl.store(out + (row + g * R) * D + (i // P * MS + i % P * PS) + to, y.to(out.dtype.element_ty), mask=ok)
 
     @triton.jit
     def _hadamard_norm_kernel(x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, D: tl.constexpr, M: tl.constexpr,
@@ -783,6 +876,60 @@ if triton is not None:
             tl.store(dalpha + part + to[i], tl.sum(da[i] * unit[i % 2], 0), mask=live)
             tl.store(dbeta + part + to[i], tl.sum(db[i], 0), mask=live)
 
+    @triton.jit
+    def _hadamard_dot_grads_kernel(x, dy, dx, alpha, dalpha, dbeta, signs, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+                                   R: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, MS: tl.constexpr, PS: tl.constexpr, K: tl.constexpr,
+                                   EXACT: tl.constexpr):
+        """All three gradients, as above, on tensor cores. Every program puts the same matrices into signs, (2 M^2 + 2, 256), as their bits,
+        and reads them from there, by then from its cache: in registers there is no room for them, and making them anew takes longer."""
+        at, to, channel = _spread(IN, 0), _spread(OUT, 0), _spread(OUT, D)
+        first: tl.constexpr = 0x3C00 if x.dtype.element_ty == tl.float16 else 0x3F80
+        for i in tl.static_range(2 * M * M + 2):
+            tl.store(signs + i * 256 + tl.arange(0, 256), _sign_bits(K, i, M, R, first if i < M * M else 0x3F80))
+        tl.debug_barrier()
+        da = (tl.zeros((512 // R,), tl.float32),) * (M * P)
+        db = da
+        row = tl.program_id(0).to(tl.int64) * R
+        xs, gs = _load_pieces(x, row, at, N, D, M, P, R, MS, PS), _load_pieces(dy, row, to, N, D, M, P, R, MS, PS)
+        for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
+            row = block * tl.full((), R, tl.int64)
+            if M > 1:  # the next rows, ahead; for M = 1 more warps at a time, of fewer registers, hide the waiting
+                next = row + tl.num_programs(0) * R
+                nx, ng = _load_pieces(x, next, at, N, D, M, P, R, MS, PS), _load_pieces(dy, next, to, N, D, M, P, R, MS, PS)
+            else:
+                xs, gs = _load_pieces(x, row, at, N, D, M, P, R, MS, PS), _load_pieces(dy, row, to, N, D, M, P, R, MS, PS)
+            u = _dots(xs, signs, K, M, P, R, False, EXACT)
+            na, nb = (), ()
+            for i in tl.static_range(M * P):
+                g = gs[i].to(tl.float32)
+                if R == 2:
+                    u0, u1 = tl.split(tl.permute(tl.reshape(u[i], (2, 256)), (1, 0)))
+                    g0, g1 = tl.split(tl.permute(tl.reshape(g, (2, 256)), (1, 0)))
+                    na, nb = na + (da[i] + g0 * u0 + g1 * u1,), nb + (db[i] + g0 + g1,)
+                else:
+                    na, nb = na + (da[i] + g * u[i],), nb + (db[i] + g,)
+            da = na
+            db = nb
+            if M == 1:  # alpha is to be loaded after this: earlier, it would spill
+                tl.debug_barrier()
+            t = ()
+            for i in tl.static_range(M * P):
+                weight = tl.load(alpha + (i // P * MS + i % P * PS) + channel).to(tl.float32) * scale
+                t = t + (gs[i].to(tl.float32) * weight,)
+            t = _dots(t, signs, K, M, P, R, True, EXACT)
+            ok = at < tl.minimum(N - row, R).to(tl.int32) * D
+            for i in tl.static_range(M * P):
+                tl.store(dx + row * D + (i // P * MS + i % P * PS) + at, t[i].to(dx.dtype.element_ty), mask=ok)
+            if M > 1:
+                xs = nx
+                gs = ng
+        if R == 2:
+            channel, _ = tl.split(tl.permute(tl.reshape(channel, (2, 256)), (1, 0)))
+        channel = tl.program_id(0).to(tl.int64) * D + channel
+        for i in tl.static_range(M * P):
+            tl.store(dalpha + (i // P * MS + i % P * PS) + channel, da[i] * scale)
+            tl.store(dbeta + (i // P * MS + i % P * PS) + channel, db[i])
+
 
 # Up to this many rows, the number of an H200's multiprocessors, each row gets a program of its own: by the compiled code a warp then runs
 # half the instructions it would with several rows. Not timed.
@@ -854,11 +1001,52 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     return dict(D=d, M=M, P=P, C=C, CW=CW, W=W, R=R, INNER=inner, V=V, TURN=int(inner and W > CW)), warps
 
 
+@lru_cache(256)
+def _dot_plan(d, n_head, kind="forward"):
+    """-> the constexprs of the kernels on tensor cores, or None: m is 1, 12 or 20, and a tile's nine bits are found in one row or two, of at
+    most 96 numbers a thread, or 64 for all three gradients at once (kind "backward"), where its registers hold five sets"""
+    d, n_head = operator.index(d), operator.index(n_head)
+    (mh, ch), (mi, ci) = _split_order(n_head), _split_order(d // n_head)
+    m, A, C = max(mh, mi), *((ch, ci) if mi > 1 else (1, ch * ci))  # H_A (x) H_m (x) H_C
+    bits = [1 << i for i in range(C.bit_length() - 1)] + [C * m << i for i in range(A.bit_length() - 1)]  # their strides
+    if m == 1:
+        M, MS, of_m, bits = 1, 0, bits[-2:], bits[:-2]
+    else:
+        M, MS, of_m = m // 4, 4 * C, [C, 2 * C]
+    if len(bits) == 6:
+        bits.append(d)
+    R = 1 + (bits[-1] == d)
+    if triton is None or m not in (1, 12, 20) or min(mh, mi) > 1 or C < 8 or len(bits) < 7 or R * d > (2048 if kind == "backward" else 3072):
+        return None
+    (l, n), tiles = (sorted([*of_m, bits[3]]), bits[4:7]), bits[7:]
+    if kind == "backward" and M > 3:
+        return None
+    # What each matrix has at e = 0, from the layer's own, at the places that its bits name. Two rows have nothing in common
+    H, G, w, q = hadamard_matrix(n_head, torch.int8, "cpu"), hadamard_matrix(d // n_head, torch.int8, "cpu"), d // n_head, torch.arange(256)
+    place = lambda *strides: sum((torch.arange(16) >> i & 1) * s for i, s in enumerate(strides))
+    outer, inner = place(1, *l) + MS * torch.arange(M)[:, None], place(4, *n)[None]
+    left = q >> 5 << 1 | q >> 1 & 1, (q >> 2 & 1) << 3 | (q >> 3 & 3) << 1 | q & 1  # row and column of _sign_bits' numbers
+    right = (q >> 5 & 1) << 3 | q >> 6 << 1 | q >> 2 & 1, (q >> 3 & 3) << 2 | (q & 1) << 1 | q >> 1 & 1
+    K = []
+    for at, (i, j), second in ((outer, left, 4), (inner, right, 1), (inner, left, 4), (outer, right, 1)):
+        i, j = at[:, None, i], at[None, :, j]                                              # (M, 1, 256), (1, M, 256)
+        for signs in (H[i % d // w, j % d // w] * G[i % w, j % w] < 0).view(-1, 32, 8):
+            masks = [sum(1 << lane for lane, s in enumerate(signs[:, e].tolist()) if s) for e in (0, second)]
+            K.append(tuple(v - (v >> 31 << 32) for v in masks))  # of 32 bits, signed
+    plan = dict(D=d, M=M, P=1 << len(tiles), R=R, IN=(*l[:2], *n, l[2]), OUT=(*n[:2], *l, n[2]), MS=MS, PS=tiles[0] if tiles else 0, K=tuple(K))
+    return plan if kind == "backward" else plan | dict(G=1 << (3072 // (R * d)).bit_length() - 1)
+
+
 @lru_cache(None)
-def _by_dots(d, bits, device):
-    "Whether _hadamard_dot_kernel takes rows of d: its instructions are NVIDIA's, from Ampere on; the interpreter can, too"
-    return d in (1024, 2048) and bits == 16 and (
-        device.type != "cuda" or torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0))
+def _has_dots(device):  # their instructions are NVIDIA's, from Ampere on; the interpreter can, too
+    return device.type != "cuda" or torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _by_dots(x, n_head, heads_only, kind="forward"):
+    "-> _dot_plan's constexprs if x (N, d) is one for these kernels, else None"
+    if heads_only or x.element_size() > 2 or not _has_dots(x.device):
+        return None
+    return _dot_plan(x.shape[1], n_head, kind)
 
 
 # enable_fp_fusion, below: multiply and add in one instruction. Triton 3.9 warns if a launch does not set it; 3.10 is to default to off.
@@ -875,15 +1063,13 @@ def _row_major(*tensors):
 
 def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
     (N, d), (x, alpha, beta, pre) = x.shape, _row_major(x, alpha, beta, pre)
-    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N <= _FEW else "forward" if pre is None else "pre")
-    out = torch.empty_like(x)
-    if N > _FEW and pre is None and not heads_only and _by_dots(d, x.element_size() * 8, x.device):
-        R = 2048 // d
-        with torch.cuda.device_of(x):
-            _hadamard_dot_kernel[(triton.cdiv(N, R),)](x, out, alpha, beta, N, scale, D=d, R=R, EXACT=not x.is_cuda, num_warps=1,
-                                                       enable_fp_fusion=True)
-    elif N:
-        with torch.cuda.device_of(x):  # Triton launches on the current device, which need not be the tensor's
+    out, plan = torch.empty_like(x), _by_dots(x, n_head, heads_only) if N > _FEW else None
+    with torch.cuda.device_of(x):  # Triton launches on the current device, which need not be the tensor's
+        if plan:
+            _hadamard_dot_kernel[(triton.cdiv(N, plan["R"] * plan["G"]),)](x, out, alpha, beta, pre, N, scale, **plan, EXACT=not x.is_cuda,
+                                                                           num_warps=1, enable_fp_fusion=True)
+        elif N:
+            plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N <= _FEW else "forward" if pre is None else "pre")
             _hadamard_kernel[(triton.cdiv(N, plan["R"]), _columns(plan))](x, out, alpha, beta, pre, N, scale, **plan, num_warps=warps,
                                                                           enable_fp_fusion=True)
     return out
@@ -908,11 +1094,11 @@ def _multiprocessors(device):  # the interpreter has as many as an H200
 def _programs(N, plan, warps, device, kind):
     """How many a kernel that sums over rows is given: as many as a multiprocessor's registers hold, 8 warps of 255 a thread, 12 of 168 or 16
     of 128, as more would run after the others, alone"""
-    numbers = plan["R"] * plan["W"] * plan["M"] * plan["P"] // (32 * warps)  # of a thread, a tensor
-    few = 32 if kind == "backward" or plan["INNER"] and kind == "grads" else 48 if kind == "grads" else 0
+    numbers = plan["R"] * plan.get("W", 512 // plan["R"]) * plan["M"] * plan["P"] // (32 * warps)  # of a thread, a tensor
+    few = 32 if kind == "backward" or kind == "grads" and plan["INNER"] else 48 if kind == "grads" else 0
     if kind == "norm backward" and not plan["INNER"]:
         few = 16 if plan["W"] > 64 else 12  # 16 heads of 64 take 188 registers
-    held = 8 if numbers > few else 16 if plan["INNER"] and kind == "grads" else 12
+    held = 8 if numbers > few else 16 if kind == "grads" and plan["INNER"] else 12
     return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, held // warps))
 
 
@@ -932,12 +1118,18 @@ def _grads_triton(x, dy, scale, n_head, heads_only, alpha=None):
     "-> (dalpha, dbeta); given alpha, dx before them"
     (N, d), (x, dy, alpha) = x.shape, _row_major(x, dy, alpha)
     kind = "grads" if alpha is None else "backward"
-    plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, kind)
-    programs, dx = _programs(N, plan, warps, x.device, kind), None if alpha is None else torch.empty_like(x)
+    dots, dx = (None, None) if alpha is None else (_by_dots(x, n_head, heads_only, kind), torch.empty_like(x))
+    plan, warps = (dots, 1) if dots else _plan(d, n_head, heads_only, x.element_size() * 8, kind)
+    programs = _programs(N, plan, warps, x.device, kind)
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, dx, alpha, partial[0], partial[1], N, scale, **plan, num_warps=warps,
-                                                           enable_fp_fusion=True)
+        if dots:
+            signs = torch.empty(2 * dots["M"] ** 2 + 2, 256, dtype=torch.int16, device=x.device)
+            _hadamard_dot_grads_kernel[(programs,)](x, dy, dx, alpha, *partial, signs, N, scale, **dots, EXACT=not x.is_cuda, num_warps=1,
+                                                    enable_fp_fusion=True)
+        else:
+            _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, dx, alpha, *partial, N, scale, **plan, num_warps=warps,
+                                                               enable_fp_fusion=True)
     sums = partial[0].sum(0), partial[1].sum(0)
     return sums if alpha is None else (dx, *sums)
 
@@ -997,7 +1189,7 @@ def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, s
     "-> (scale * ((alpha * dy) @ H), sum over rows of dy * scale * u, sum over rows of dy), u = x @ H; if kept, x already is that u"
     if kept:
         return _grads_torch(x, dy, scale, n_head, heads_only, alpha)
-    if _on_triton(x, n_head, heads_only, "backward"):
+    if _on_triton(x, n_head, heads_only, "backward") or _on_triton(x, n_head, heads_only) and _by_dots(x, n_head, heads_only, "backward"):
         return _grads_triton(x, dy, scale, n_head, heads_only, alpha)
     return (_hadamard(dy, None, None, alpha, scale, n_head, heads_only), *_hadamard_grads(x, dy, scale, n_head, heads_only))
 
