@@ -614,7 +614,7 @@ if triton is not None:
 
     @triton.jit
     def _halves(y, EXACT: tl.constexpr):
-        "fp32 as a sum of two bf16, to 16 bits"
+        "fp32 as a sum of two bf16, to 16 bits; rounding the first would take an instruction more, of six"
         high = y.to(tl.int32, bitcast=True) & -65536  # the upper half of an fp32 is a bf16
         low = (y - high.to(tl.float32, bitcast=True)).to(tl.bfloat16)
         if EXACT:
@@ -889,15 +889,14 @@ if triton is not None:
         tl.debug_barrier()
         da = (tl.zeros((512 // R,), tl.float32),) * (M * P)
         db = da
-        row = tl.program_id(0).to(tl.int64) * R
-        xs, gs = _load_pieces(x, row, at, N, D, M, P, R, MS, PS), _load_pieces(dy, row, to, N, D, M, P, R, MS, PS)
+        xs = _load_pieces(x, tl.program_id(0).to(tl.int64) * R, at, N, D, M, P, R, MS, PS)
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
             row = block * tl.full((), R, tl.int64)
-            if M > 1:  # the next rows, ahead; for M = 1 more warps at a time, of fewer registers, hide the waiting
-                next = row + tl.num_programs(0) * R
-                nx, ng = _load_pieces(x, next, at, N, D, M, P, R, MS, PS), _load_pieces(dy, next, to, N, D, M, P, R, MS, PS)
+            gs = _load_pieces(dy, row, to, N, D, M, P, R, MS, PS)  # wanted only when x has been transformed
+            if M > 1:  # x of the next rows, ahead; for M = 1 more warps at a time, of fewer registers, hide the waiting
+                ahead = _load_pieces(x, row + tl.num_programs(0) * R, at, N, D, M, P, R, MS, PS)
             else:
-                xs, gs = _load_pieces(x, row, at, N, D, M, P, R, MS, PS), _load_pieces(dy, row, to, N, D, M, P, R, MS, PS)
+                xs = _load_pieces(x, row, at, N, D, M, P, R, MS, PS)
             u = _dots(xs, signs, K, M, P, R, False, EXACT)
             na, nb = (), ()
             for i in tl.static_range(M * P):
@@ -910,7 +909,7 @@ if triton is not None:
                     na, nb = na + (da[i] + g * u[i],), nb + (db[i] + g,)
             da = na
             db = nb
-            if M == 1:  # alpha is to be loaded after this: earlier, it would spill
+            if P > 2:  # alpha is to be loaded after this: earlier, more would spill
                 tl.debug_barrier()
             t = ()
             for i in tl.static_range(M * P):
@@ -921,8 +920,7 @@ if triton is not None:
             for i in tl.static_range(M * P):
                 tl.store(dx + row * D + (i // P * MS + i % P * PS) + at, t[i].to(dx.dtype.element_ty), mask=ok)
             if M > 1:
-                xs = nx
-                gs = ng
+                xs = ahead
         if R == 2:
             channel, _ = tl.split(tl.permute(tl.reshape(channel, (2, 256)), (1, 0)))
         channel = tl.program_id(0).to(tl.int64) * D + channel
@@ -1013,14 +1011,12 @@ def _dot_plan(d, n_head, kind="forward"):
         M, MS, of_m, bits = 1, 0, bits[-2:], bits[:-2]
     else:
         M, MS, of_m = m // 4, 4 * C, [C, 2 * C]
-    if len(bits) == 6:
-        bits.append(d)
-    R = 1 + (bits[-1] == d)
-    if triton is None or m not in (1, 12, 20) or min(mh, mi) > 1 or C < 8 or len(bits) < 7 or R * d > (2048 if kind == "backward" else 3072):
+    R = 1 + (len(bits) == 6)
+    most, m_most = (2048, 12) if kind == "backward" else (3072, 20)
+    if triton is None or len(bits) < 6 or C < 8 or min(mh, mi) > 1 or m > m_most or R * d > most:
         return None
-    (l, n), tiles = (sorted([*of_m, bits[3]]), bits[4:7]), bits[7:]
-    if kind == "backward" and M > 3:
-        return None
+    bits += [d] * (R - 1)
+    l, n, tiles = sorted([*of_m, bits[3]]), bits[4:7], bits[7:]
     # What each matrix has at e = 0, from the layer's own, at the places that its bits name. Two rows have nothing in common
     H, G, w, q = hadamard_matrix(n_head, torch.int8, "cpu"), hadamard_matrix(d // n_head, torch.int8, "cpu"), d // n_head, torch.arange(256)
     place = lambda *strides: sum((torch.arange(16) >> i & 1) * s for i, s in enumerate(strides))
@@ -1038,13 +1034,15 @@ def _dot_plan(d, n_head, kind="forward"):
 
 
 @lru_cache(None)
-def _has_dots(device):  # their instructions are NVIDIA's, from Ampere on; the interpreter can, too
-    return device.type != "cuda" or torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+def _capability(device):  # (0, 0) if not NVIDIA's; the interpreter has an H200's
+    if device.type != "cuda":
+        return 9, 0
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def _by_dots(x, n_head, heads_only, kind="forward"):
-    "-> _dot_plan's constexprs if x (N, d) is one for these kernels, else None"
-    if heads_only or x.element_size() > 2 or not _has_dots(x.device):
+    "-> _dot_plan's constexprs if x (N, d) is one for the kernels on tensor cores, which NVIDIA has from Ampere on, else None"
+    if heads_only or x.element_size() > 2 or _capability(x.device) < (8, 0):
         return None
     return _dot_plan(x.shape[1], n_head, kind)
 
@@ -1094,10 +1092,12 @@ def _multiprocessors(device):  # the interpreter has as many as an H200
 def _programs(N, plan, warps, device, kind):
     """How many a kernel that sums over rows is given: as many as a multiprocessor's registers hold, 8 warps of 255 a thread, 12 of 168 or 16
     of 128, as more would run after the others, alone"""
-    numbers = plan["R"] * plan.get("W", 512 // plan["R"]) * plan["M"] * plan["P"] // (32 * warps)  # of a thread, a tensor
+    numbers = (512 if "K" in plan else plan["R"] * plan["W"]) * plan["M"] * plan["P"] // (32 * warps)  # of a thread, a tensor
     few = 32 if kind == "backward" or kind == "grads" and plan["INNER"] else 48 if kind == "grads" else 0
     if kind == "norm backward" and not plan["INNER"]:
         few = 16 if plan["W"] > 64 else 12  # 16 heads of 64 take 188 registers
+    if "K" in plan and _capability(device) in ((8, 0), (12, 0)):  # there 32 take 188 registers, elsewhere 138
+        few = 16
     held = 8 if numbers > few else 16 if kind == "grads" and plan["INNER"] else 12
     return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, held // warps))
 
