@@ -1002,7 +1002,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
 @lru_cache(256)
 def _dot_plan(d, n_head, kind="forward"):
     """-> the constexprs of the kernels on tensor cores, or None: m is 1, 12 or 20, and a tile's nine bits are found in one row or two, of at
-    most 96 numbers a thread, or 64 for all three gradients at once (kind "backward"), where its registers hold five sets"""
+    most 128 numbers a thread, or 64 for all three gradients at once (kind "backward"), where its registers hold five sets"""
     d, n_head = operator.index(d), operator.index(n_head)
     (mh, ch), (mi, ci) = _split_order(n_head), _split_order(d // n_head)
     m, A, C = max(mh, mi), *((ch, ci) if mi > 1 else (1, ch * ci))  # H_A (x) H_m (x) H_C
@@ -1012,7 +1012,7 @@ def _dot_plan(d, n_head, kind="forward"):
     else:
         M, MS, of_m = m // 4, 4 * C, [C, 2 * C]
     R = 1 + (len(bits) == 6)
-    most, m_most = (2048, 12) if kind == "backward" else (3072, 20)
+    most, m_most = (2048, 12) if kind == "backward" else (4096, 20)
     if triton is None or len(bits) < 6 or C < 8 or min(mh, mi) > 1 or m > m_most or R * d > most:
         return None
     bits += [d] * (R - 1)
@@ -1030,7 +1030,7 @@ def _dot_plan(d, n_head, kind="forward"):
             masks = [sum(1 << lane for lane, s in enumerate(signs[:, e].tolist()) if s) for e in (0, second)]
             K.append(tuple(v - (v >> 31 << 32) for v in masks))  # of 32 bits, signed
     plan = dict(D=d, M=M, P=1 << len(tiles), R=R, IN=(*l[:2], *n, l[2]), OUT=(*n[:2], *l, n[2]), MS=MS, PS=tiles[0] if tiles else 0, K=tuple(K))
-    return plan if kind == "backward" else plan | dict(G=1 << (3072 // (R * d)).bit_length() - 1)
+    return plan if kind == "backward" else plan | dict(G=1 << max(1, 3072 // (R * d)).bit_length() - 1)
 
 
 @lru_cache(None)
