@@ -830,11 +830,11 @@ ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200 can is
 
 
 def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual="", **flags):
-    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "dots forward", "dots
-    pre" or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d, "rope backward"; flags: of the kernel; residual: "fp32" beside rows of 16
-    bits. -> registers, bytes of stack a thread and of shared memory; ops, the opcodes with their modifiers in order; instructions an
-    element in all (each) and in the longest loop (loop, 0 if none); far, how many addresses, or tensors of them, have 64-bit offsets; plan.
-    Not in a process that has TRITON_INTERPRET=1."""
+    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "dots forward", "dots pre"
+    or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d, "rope backward"; flags: of the kernel;
+    residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a thread and of shared memory; ops, the opcodes with their
+    modifiers in order; instructions an element in all (each) and in the longest loop (loop, 0 if none); far, how many addresses, or tensors
+    of them, have 64-bit offsets; plan. Not in a process that has TRITON_INTERPRET=1."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     rows = f"*{dtype}"
@@ -947,7 +947,7 @@ def bench_code(args):
                 if d == args.widths[0]:
                     jobs[kind, only, d] = pool.submit(code_of, kind, args.sm, dtype)
                 continue
-            dots = kind in ("forward", "pre", "backward") and not only and size == 2 and args.sm >= 80 and kernels._dot_plan(d, HEADS[d], kind)
+            dots = size == 2 and args.sm >= 80 and not only and kind in ("forward", "pre", "backward") and kernels._dot_plan(d, HEADS[d], kind)
             if dots or kernels._plan(d, HEADS[d], only, 8 * size, kind):
                 jobs[kind, only, d] = pool.submit(code_of, f"dots {kind}" if dots else kind, args.sm, dtype, d, HEADS[d], only)
         for name, kind, only, moved, of_loop in kinds:

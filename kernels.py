@@ -298,7 +298,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 # -----------------------------------------------------------------------------
 # Triton path. A row of d numbers is cut into NT = M * P tiles of W. A program holds R rows, all their tiles, in registers. H is applied:
 #     inside a tile    H_W, by butterflies in fp32; INNER = 0: not at all (a mix over heads). Nothing is rounded to 16 bits before the end.
-#                      For 1024 and 2048 _hadamard_dot_kernel does the same by products with H_16.
+#                      Most rows of 16 bits go another way, by products on tensor cores: see _dots.
 #     across tiles     H_M (x) H_P, plain additions of whole tiles in fp32: no shuffles, no shared memory, no padding for orders like 12.
 # The kernels' constexprs, chosen by _plan:
 #     D        d, the elements from one row to the next
@@ -313,10 +313,10 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 #              96): so each load takes two neighbouring pieces, a sector of the cache
 # The plans are measured on an H200 (November 2026, 65,536 rows in bf16), which counting instructions in compiled code did not foresee: for
 # d = 1024 it favours tensor cores (12.6 an element; 20 by butterflies), yet 16 rows in four warps of 197 registers took 104 us, and one row
-# in one warp of 64 takes 76, a copy 65 (_hadamard_dot_kernel is of later: one warp, too, 11 instructions an element, no shuffles; nobody
-# has timed it). Many small programs hide what each waits for. So, too: no copies ahead into shared memory in a loop over rows (188 us), no
-# vectors loaded before they are wanted (76 to 77). Half the shuffles (_inner) took 241 us to 128 for d = 1536, a copy 97, 190 to 153 for
-# 2048. What is left is mostly the loads of alpha and beta: with pre alone, d = 1024 runs at 0.98 of a copy's rate.
+# in one warp of 64 takes 76, a copy 65. Many small programs hide what each waits for. So, too: no copies ahead into shared memory in a loop
+# over rows (188 us), no vectors loaded before they are wanted (76 to 77). Half the shuffles (_inner) took 241 us to 128 for d = 1536, a copy
+# 97, 190 to 153 for 2048. What is left is mostly the loads of alpha and beta: with pre alone, d = 1024 runs at 0.98 of a copy's rate.
+# The kernels on tensor cores that are here are of later: one warp, no shuffles, 11 to 18 instructions an element. Nobody has timed them.
 
 if triton is not None:
 
@@ -546,25 +546,28 @@ if triton is not None:
                 y = y + _load_vector(beta + part, to[i], live, R, W)
             tl.store(out + rows + to[i][None, :], y.to(out.dtype.element_ty), mask=ok)
 
-    # The same on tensor cores, for rows of 16 bits; _dot_plan says of what widths. A program is one warp, a tile 512 numbers, which nine bits
-    # tell apart: a s c, neighbours in memory (strides 1 2 4); l0 l1 l2; n0 n1 n2. H_2 acts on each bit by itself, so H_16 from the left on a
-    # matrix with rows (l2 l1 l0 a) does four of them, H_16 from the right on one with columns (c n2 n1 n0) four more, a plain addition s. Where
-    # d has a factor 12 or 20, H_m (x) H_4 takes the left H_16's place, as M x M blocks of 16 x 16 for M tiles: m = 4 M, and the other two bits of
-    # its index are among l0 l1 l2. What is left of a wide row, tiles P times as many, is plain additions of whole tiles.
+    # The same on tensor cores, for rows of 16 bits of most widths from 256 to 4096 (_dot_plan). A program is one warp. A tile is 512 numbers,
+    # told apart by nine bits of their place in the row: a s c, eight neighbours in memory (strides 1 2 4); l0 l1 l2; n0 n1 n2. H_2 acts on
+    # each bit by itself, in any order:
+    #     a l0 l1 l2   H_16 from the left, on the tile as a matrix of rows (l2 l1 l0 a)
+    #     c n0 n1 n2   H_16 from the right, on columns (c n2 n1 n0)
+    #     s            a plain addition
+    # Where d has a factor m of 12 or 20, M = m / 4 tiles stand for it with two of l0 l1 l2: H_m (x) H_4, as M x M blocks of 16 x 16, then takes
+    # the left H_16's place. What remains of a wide row is P tiles, or P times M, and plain additions of whole tiles. A row that has too few
+    # bits shares its tile with a second (R = 2), which n2 tells apart and nothing mixes.
     #
-    # The bits are dealt out so that each product finds its operand in the very threads that hold it (mma's fragments), so nothing is shuffled
-    # and each load and store takes 16 bytes. A thread loads a s c; l2 is a register more, its lane is (n2 n1 n0 l1 l0). The first product leaves
-    # (l2 l1 l0) and two of n in the lane, and a in a register; the second leaves (l2 l1 l0 n1 n0), and a s c n2 in registers. Back, from
-    # there to what was loaded, is the same with l and a in the place of n and c. A layout that Triton chose otherwise would cost time, not change
-    # a result.
+    # The bits are dealt out so that each product finds its operand in the very registers that hold it (mma's fragments). So nothing is
+    # shuffled, and loads and stores take 16 bytes. A thread loads a s c and, as one register more, l2; its lane is (n2 n1 n0 l1 l0). The left
+    # product leaves l2 l1 l0 and two of n in the lane, the right one (l2 l1 l0 n1 n0), and a s c n2 in registers. The way back, for gradients,
+    # from there to what was loaded, is the same with l and a in place of n and c. If Triton chose other layouts that would cost time, not
+    # change a result.
     #
-    # Products of 16-bit numbers with +-1 are exact and summed in fp32. What is fp32 goes into a product as two bf16, which hold 16 bits of it,
-    # where the result keeps 8 or 11; an infinite number makes its row NaN. EXACT: products in fp32, for the interpreter, which multiplies bf16
-    # wrongly (triton-lang/triton, issue 11584). Constexprs, beside those above (D, P and a tile's R rows: two where a row is too narrow, then
-    # n2 is the row, which the second product leaves alone):
-    #     IN, OUT   strides of (l0 l1 n0 n1 n2 l2) and of (n0 n1 l0 l1 l2 n2)
-    #     MS, PS    distances from one of the M, and of the P, tiles to the next
+    # Products of 16-bit numbers with +-1 are exact, sums are fp32. An fp32 operand goes in as two bf16, which hold 16 bits of it, where the
+    # result keeps 8 or 11; an infinite number makes its row NaN. Constexprs, beside D, M, P and R:
+    #     IN, OUT   strides in memory of (l0 l1 n0 n1 n2 l2), as loaded, and of (n0 n1 l0 l1 l2 n2), as stored
+    #     MS, PS    distances from one of the M tiles, or of the P, to the next
     #     K         the matrices' signs: see _sign_bits
+    #     EXACT     products in fp32, for the interpreter, which multiplies bf16 wrongly (triton-lang/triton, issue 11584)
 
     @triton.jit
     def _spread(STRIDES: tl.constexpr, SKIP: tl.constexpr):
