@@ -987,7 +987,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             warps, numbers = 1, max(24, M)
         elif "few" not in kind and (bits == 16 or d <= 4096):  # a warp holds whole rows: only shuffles pass between its threads
             if d <= 4096:
-                warps, each, numbers = 1, 8 if d == 2048 and kind == "forward" and bits == 16 else 4, 48 if d <= 768 else 128
+                warps, numbers = 1, 48 if d <= 768 else 128
             else:
                 each, numbers = 8, 128 if d <= 8192 else 64  # the more stand in one thread, the fewer shuffles; above, they would spill
         R = 1 if "few" in kind or warps == 1 and d > 768 else max(1, numbers * 32 * warps // d)
@@ -1021,9 +1021,10 @@ def _dot_plan(d, n_head, kind="forward"):
     bits += [d] * (R - 1)
     l, n, tiles = sorted([*of_m, bits[3]]), bits[4:7], bits[7:]
     # What each matrix has at e = 0, from the layer's own, at the places that its bits name. Two rows have nothing in common
-    H, G, w, q = hadamard_matrix(n_head, torch.int8, "cpu"), hadamard_matrix(d // n_head, torch.int8, "cpu"), d // n_head, torch.arange(256)
-    place = lambda *strides: sum((torch.arange(16) >> i & 1) * s for i, s in enumerate(strides))
-    outer, inner = place(1, *l) + MS * torch.arange(M)[:, None], place(4, *n)[None]
+    w, q = d // n_head, torch.arange(256, device="cpu")
+    H, G = hadamard_matrix(n_head, torch.int8, "cpu"), hadamard_matrix(w, torch.int8, "cpu")
+    place = lambda *strides: sum((q[:16] >> i & 1) * s for i, s in enumerate(strides))
+    outer, inner = place(1, *l) + MS * q[:M, None], place(4, *n)[None]
     left = q >> 5 << 1 | q >> 1 & 1, (q >> 2 & 1) << 3 | (q >> 3 & 3) << 1 | q & 1  # row and column of _sign_bits' numbers
     right = (q >> 5 & 1) << 3 | q >> 6 << 1 | q >> 2 & 1, (q >> 3 & 3) << 2 | (q & 1) << 1 | q >> 1 & 1
     K = []

@@ -834,6 +834,8 @@ def test_hadamard_takes_tensor_cores_where_they_are_and_fit(monkeypatch):
         plan = kernels._by_dots(x, 16, False, "backward")
         assert (plan is not None) == has and (not plan or kernels._programs(2 ** 16, plan, 1, GPU, "backward") == programs)
     monkeypatch.undo()
+    with torch.device("meta"):  # as torch.set_default_device would have it
+        assert kernels._dot_plan.__wrapped__(1024, 16) == kernels._dot_plan(1024, 16)
     takes = lambda d, dtype, n_head, only: kernels._by_dots(torch.empty(1, d, dtype=dtype, device="meta"), n_head, only) is not None
     assert [takes(d, *how) for d, *how in ((1024, torch.bfloat16, 16, False), (768, torch.float16, 192, False), (1024, torch.float32, 16, False),
                                            (768, torch.float16, 12, True), (128, torch.float16, 1, False), (384, torch.float16, 1, False),
