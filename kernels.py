@@ -553,31 +553,30 @@ if triton is not None:
     #     c n0 n1 n2   H_16 from the right, on columns (c n2 n1 n0)
     #     s            a plain addition
     # Where d has a factor m of 12 or 20, M = m / 4 tiles stand for it with two of l0 l1 l2: H_m (x) H_4, as M x M blocks of 16 x 16, then takes
-    # the left H_16's place. What remains of a wide row is P tiles, or P times M, and plain additions of whole tiles. A row that has too few
-    # bits shares its tile with a second (R = 2), which n2 tells apart and nothing mixes.
+    # the left H_16's place. What remains of a wide row is P tiles, or P times M, and plain additions of whole tiles. A row with a bit too few
+    # shares its tile with a second (R = 2): s tells them apart, and c has stride 2.
     #
     # The bits are dealt out so that each product finds its operand in the very registers that hold it (mma's fragments). So nothing is
-    # shuffled, and loads and stores take 16 bytes. A thread loads a s c and, as one register more, l2; its lane is (n2 n1 n0 l1 l0). The left
-    # product leaves l2 l1 l0 and two of n in the lane, the right one (l2 l1 l0 n1 n0), and a s c n2 in registers. The way back, for gradients,
-    # from there to what was loaded, is the same with l and a in place of n and c. If Triton chose other layouts that would cost time, not
-    # change a result.
+    # shuffled, and loads and stores take 16 bytes (R = 2: 8). A thread loads a s c and, as one register more, l2; its lane is (n2 n1 n0 l1 l0). The left
+    # product leaves l2 l1 l0 and two of n in the lane, the right one (l2 l1 l0 n1 n0), and a s c n2 in registers. The way back, for gradients, from there to what was loaded, is the same with l and a in place of n and c. If Triton chose other layouts
+    # that would cost time, not change a result.
     #
     # Products of 16-bit numbers with +-1 are exact, sums are fp32. An fp32 operand goes in as two bf16, which hold 16 bits of it, where the
     # result keeps 8 or 11; an infinite number makes its row NaN. Constexprs, beside D, M, P and R:
-    #     IN, OUT   strides in memory of (l0 l1 n0 n1 n2 l2), as loaded, and of (n0 n1 l0 l1 l2 n2), as stored
+    #     IN, OUT   strides in memory of the bits of a number's place in a tile, the last first, as loaded and as stored
     #     MS, PS    distances from one of the M tiles, or of the P, to the next
     #     K         the matrices' signs: see _sign_bits
     #     EXACT     products in fp32, for the interpreter, which multiplies bf16 wrongly (triton-lang/triton, issue 11584)
 
     @triton.jit
-    def _spread(STRIDES: tl.constexpr, SKIP: tl.constexpr):
-        "Where a tile's numbers stand in memory, (512,): eight neighbours, and six bits of these strides, but for the one that is SKIP"
+    def _spread(STRIDES: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr):
+        "Where a tile's numbers stand in memory, (512,): the bits of their places in the tile have these strides. Not ROWS: in the first row"
+        SIDE: tl.constexpr = 8 // R   # neighbours side by side
         q = tl.arange(0, 512)
-        at = q & 7
-        for i in tl.static_range(6):
-            if STRIDES[i] != SKIP:
-                at = at + (q >> (i + 3) & 1) * STRIDES[i]
-        return tl.max_contiguous(tl.multiple_of(at, 8), 8)
+        at = q % SIDE
+        for i in tl.static_range(4 - R, 9 if ROWS or R == 1 else 8):
+            at = at + (q >> i & 1) * STRIDES[i]
+        return tl.max_contiguous(tl.multiple_of(at, SIDE), SIDE)
 
     @triton.jit
     def _load_pieces(x, row, at, N, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr, MS: tl.constexpr, PS: tl.constexpr):
@@ -589,26 +588,21 @@ if triton is not None:
         return t
 
     @triton.jit
-    def _sign_bits(K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, R: tl.constexpr, ONE: tl.constexpr):
+    def _sign_bits(K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, ONE: tl.constexpr):
         """Matrix I of the 2 M^2 + 2: M^2 blocks for the left and one for the right, then one for the left and M^2 blocks for the right. 256
         numbers +-1 in 16 bits (ONE: what 1 is), eight a thread as mma wants them, where K[I] has a bit for each lane, for two of the eight"""
         q = tl.arange(0, 256)
         if I == M * M or I > M * M + 1:  # right, bits (1' 0' 2' 2 1, e' e 0): a dash for the result, e for a or c, n or l by their numbers
             sign = tl.where((q & 1) == 1, K[I][1], K[I][0]) >> (q >> 3) ^ q >> 2 & q >> 1
-            differ = q >> 5 ^ q >> 4
         else:  # left, (2' 1' 0' 1 0, 2 e' e)
             sign = tl.where((q >> 2 & 1) == 1, K[I][1], K[I][0]) >> (q >> 3) ^ q >> 1 & q
-            differ = q >> 7 ^ q >> 2
-        sign = ONE | (sign & 1) << 15
-        if R == 2 and (I == M * M or I == M * M + 1):  # 0 between two rows
-            sign = tl.where((differ & 1) == 1, 0, sign)
-        return sign.to(tl.int16)
+        return (ONE | (sign & 1) << 15).to(tl.int16)
 
     @triton.jit
-    def _sign_matrix(signs, K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, R: tl.constexpr, T: tl.constexpr, EXACT: tl.constexpr):
+    def _sign_matrix(signs, K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, T: tl.constexpr, EXACT: tl.constexpr):
         "(16, 16) of it, in T: what _sign_bits says, or, in a loop, from memory, where it has been put"
         if signs is None:
-            a = _sign_bits(K, I, M, R, 0x3F80 if T == tl.bfloat16 else 0x3C00)
+            a = _sign_bits(K, I, M, 0x3F80 if T == tl.bfloat16 else 0x3C00)
         else:
             a = tl.load(signs + I * 256 + tl.arange(0, 256))
         a = tl.reshape(a.to(T, bitcast=True), (2, 2, 2, 2, 2, 2, 2, 2))
@@ -647,8 +641,12 @@ if triton is not None:
             t = _pieces_across(t, M, P)
         high, low = (), ()
         for i in tl.static_range(M * P):
-            y = tl.reshape(t[i], (2, 2, 2, 2, 2, 2, 2, 2, 2))  # l2 n2 n1 n0 l1 l0 c s a, back n2 l2 l1 l0 n1 n0 c s a
-            y = tl.reshape(tl.permute(y, (0, 4, 5, 6, 7, 8, 1, 2, 3) if BACK else (0, 4, 5, 8, 7, 6, 1, 2, 3)), (16, 32))
+            y = tl.reshape(t[i], (2, 2, 2, 2, 2, 2, 2, 2, 2))
+            if R == 1:                                     # l2 n2 n1 n0 l1 l0 c s a, back n2 l2 l1 l0 n1 n0 c s a
+                y = tl.permute(y, (0, 4, 5, 6, 7, 8, 1, 2, 3) if BACK else (0, 4, 5, 8, 7, 6, 1, 2, 3))
+            else:                                          # s l2 n2 n1 n0 l1 l0 c a, back s n2 l2 l1 l0 n1 n0 c a
+                y = tl.permute(y, (1, 5, 6, 7, 0, 8, 2, 3, 4) if BACK else (1, 5, 6, 8, 0, 7, 2, 3, 4))
+            y = tl.reshape(y, (16, 32))
             if WIDE:
                 h, l = _halves(y, EXACT)
                 high, low = high + (h,), low + (l,)
@@ -658,7 +656,7 @@ if triton is not None:
         for i in tl.static_range(M * P):
             y = tl.zeros((16, 32), tl.float32)             # (a l2 l1 l0, s c n2 n1 n0), back (c n2 n1 n0, s a l2 l1 l0)
             for k in tl.static_range(ML):
-                S = _sign_matrix(signs, K, LEFT + (i // P * M + k if ML > 1 else 0), M, R, T, EXACT)
+                S = _sign_matrix(signs, K, LEFT + (i // P * M + k if ML > 1 else 0), M, T, EXACT)
                 y = tl.dot(S, high[k * P + i % P if ML > 1 else i], y, input_precision="ieee")
                 if WIDE:
                     y = tl.dot(S, low[k * P + i % P if ML > 1 else i], y, input_precision="ieee")
@@ -668,12 +666,17 @@ if triton is not None:
         for i in tl.static_range(M * P):
             y = tl.zeros((32, 16), tl.float32)             # (s a l2 l1 l0, c n1 n0 n2), back (s c n2 n1 n0, a l1 l0 l2)
             for k in tl.static_range(MR):
-                S = _sign_matrix(signs, K, LEFT + ML * ML + (i // P * M + k if MR > 1 else 0), M, R, tl.bfloat16, EXACT)
+                S = _sign_matrix(signs, K, LEFT + ML * ML + (i // P * M + k if MR > 1 else 0), M, tl.bfloat16, EXACT)
                 y = tl.dot(h[k * P + i % P if MR > 1 else i], S, y, input_precision="ieee")
                 y = tl.dot(l[k * P + i % P if MR > 1 else i], S, y, input_precision="ieee")
-            a, b = tl.split(tl.permute(tl.reshape(y, (2, 256)), (1, 0)))
-            y = tl.reshape(tl.join(a + b, a - b), (2, 2, 2, 2, 2, 2, 2, 2, 2))  # a l2 l1 l0 c n1 n0 n2 s, back c n2 n1 n0 a l1 l0 l2 s
-            n = n + (tl.reshape(tl.permute(y, (7, 1, 2, 3, 5, 6, 0, 8, 4) if BACK else (7, 1, 2, 3, 5, 6, 4, 8, 0)), (512,)),)
+            if R == 1:
+                a, b = tl.split(tl.permute(tl.reshape(y, (2, 256)), (1, 0)))
+                y = tl.reshape(tl.join(a + b, a - b), (2, 2, 2, 2, 2, 2, 2, 2, 2))  # a l2 l1 l0 c n1 n0 n2 s, back c n2 n1 n0 a l1 l0 l2 s
+                y = tl.permute(y, (7, 1, 2, 3, 5, 6, 0, 8, 4) if BACK else (7, 1, 2, 3, 5, 6, 4, 8, 0))
+            else:
+                y = tl.reshape(y, (2, 2, 2, 2, 2, 2, 2, 2, 2))
+                y = tl.permute(y, (0, 8, 2, 3, 4, 6, 7, 1, 5) if BACK else (0, 8, 2, 3, 4, 6, 7, 5, 1))
+            n = n + (tl.reshape(y, (512,)),)
         return n if BACK else _pieces_across(n, M, P)
 
     @triton.jit
@@ -682,7 +685,7 @@ if triton is not None:
                              EXACT: tl.constexpr):
         "_hadamard_kernel on tensor cores; a program takes G times R rows"
         row = tl.program_id(0).to(tl.int64) * (R * G)
-        at, to, channel = _spread(IN, 0), _spread(OUT, 0), _spread(IN, D)
+        at, to, channel = _spread(IN, R, True), _spread(OUT, R, True), _spread(IN, R, False)
         t = ()
         for g in tl.static_range(G):  # all loads first
             t = t + _load_pieces(x, row + g * R, at, N, D, M, P, R, MS, PS)
@@ -695,7 +698,7 @@ if triton is not None:
                     y = y.to(tl.float32) * tl.load(pre + (i // P * MS + i % P * PS) + channel).to(tl.float32)
                 u = u + (y,)
             n = n + _dots(u, None, K, M, P, R, False, EXACT)
-        channel = _spread(OUT, D)
+        channel = _spread(OUT, R, False)
         for i in tl.static_range(M * P):
             weight = scale
             if alpha is not None:
@@ -885,21 +888,16 @@ if triton is not None:
                                    EXACT: tl.constexpr):
         """All three gradients, as above, on tensor cores. Every program puts the same matrices into signs, (2 M^2 + 2, 256), as their bits,
         and reads them from there, by then from its cache: in registers there is no room for them, and making them anew takes longer."""
-        at, to, channel = _spread(IN, 0), _spread(OUT, 0), _spread(OUT, D)
+        at, to, channel = _spread(IN, R, True), _spread(OUT, R, True), _spread(OUT, R, False)
         first: tl.constexpr = 0x3C00 if x.dtype.element_ty == tl.float16 else 0x3F80
         for i in tl.static_range(2 * M * M + 2):
-            tl.store(signs + i * 256 + tl.arange(0, 256), _sign_bits(K, i, M, R, first if i < M * M else 0x3F80))
+            tl.store(signs + i * 256 + tl.arange(0, 256), _sign_bits(K, i, M, first if i < M * M else 0x3F80))
         tl.debug_barrier()
         da = (tl.zeros((512 // R,), tl.float32),) * (M * P)
         db = da
-        xs = _load_pieces(x, tl.program_id(0).to(tl.int64) * R, at, N, D, M, P, R, MS, PS)
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
             row = block * tl.full((), R, tl.int64)
-            gs = _load_pieces(dy, row, to, N, D, M, P, R, MS, PS)  # wanted only when x has been transformed
-            if M > 1:  # x of the next rows, ahead; for M = 1 more warps at a time, of fewer registers, hide the waiting
-                ahead = _load_pieces(x, row + tl.num_programs(0) * R, at, N, D, M, P, R, MS, PS)
-            else:
-                xs = _load_pieces(x, row, at, N, D, M, P, R, MS, PS)
+            xs, gs = _load_pieces(x, row, at, N, D, M, P, R, MS, PS), _load_pieces(dy, row, to, N, D, M, P, R, MS, PS)
             u = _dots(xs, signs, K, M, P, R, False, EXACT)
             na, nb = (), ()
             for i in tl.static_range(M * P):
@@ -922,8 +920,6 @@ if triton is not None:
             ok = at < tl.minimum(N - row, R).to(tl.int32) * D
             for i in tl.static_range(M * P):
                 tl.store(dx + row * D + (i // P * MS + i % P * PS) + at, t[i].to(dx.dtype.element_ty), mask=ok)
-            if M > 1:
-                xs = ahead
         if R == 2:
             channel, _ = tl.split(tl.permute(tl.reshape(channel, (2, 256)), (1, 0)))
         channel = tl.program_id(0).to(tl.int64) * D + channel
@@ -1018,22 +1014,26 @@ def _dot_plan(d, n_head, kind="forward"):
     most, m_most = (2048, 12) if kind == "backward" else (4096, 20)
     if triton is None or len(bits) < 6 or C < 8 or min(mh, mi) > 1 or m > m_most or R * d > most:
         return None
-    bits += [d] * (R - 1)
-    l, n, tiles = sorted([*of_m, bits[3]]), bits[4:7], bits[7:]
-    # What each matrix has at e = 0, from the layer's own, at the places that its bits name. Two rows have nothing in common
+    if R == 1:
+        (a, s, c), l, n, tiles = bits[:3], sorted([*of_m, bits[3]]), bits[4:7], bits[7:]
+        IN, OUT = (a, s, c, *l[:2], *n, l[2]), (a, s, c, *n[:2], *l, n[2])
+    else:
+        (a, c), l, n, tiles = bits[:2], sorted([*of_m, bits[2]]), bits[3:], []
+        IN, OUT = (a, c, *l[:2], *n, l[2], d), (a, c, *n[:2], *l, n[2], d)
+    # What each matrix has at e = 0, from the layer's own, at the places that its bits name
     w, q = d // n_head, torch.arange(256, device="cpu")
     H, G = hadamard_matrix(n_head, torch.int8, "cpu"), hadamard_matrix(w, torch.int8, "cpu")
     place = lambda *strides: sum((q[:16] >> i & 1) * s for i, s in enumerate(strides))
-    outer, inner = place(1, *l) + MS * q[:M, None], place(4, *n)[None]
+    outer, inner = place(a, *l) + MS * q[:M, None], place(c, *n)[None]
     left = q >> 5 << 1 | q >> 1 & 1, (q >> 2 & 1) << 3 | (q >> 3 & 3) << 1 | q & 1  # row and column of _sign_bits' numbers
     right = (q >> 5 & 1) << 3 | q >> 6 << 1 | q >> 2 & 1, (q >> 3 & 3) << 2 | (q & 1) << 1 | q >> 1 & 1
     K = []
     for at, (i, j), second in ((outer, left, 4), (inner, right, 1), (inner, left, 4), (outer, right, 1)):
         i, j = at[:, None, i], at[None, :, j]                                              # (M, 1, 256), (1, M, 256)
-        for signs in (H[i % d // w, j % d // w] * G[i % w, j % w] < 0).view(-1, 32, 8):
+        for signs in (H[i // w, j // w] * G[i % w, j % w] < 0).view(-1, 32, 8):
             masks = [sum(1 << lane for lane, s in enumerate(signs[:, e].tolist()) if s) for e in (0, second)]
             K.append(tuple(v - (v >> 31 << 32) for v in masks))  # of 32 bits, signed
-    plan = dict(D=d, M=M, P=1 << len(tiles), R=R, IN=(*l[:2], *n, l[2]), OUT=(*n[:2], *l, n[2]), MS=MS, PS=tiles[0] if tiles else 0, K=tuple(K))
+    plan = dict(D=d, M=M, P=1 << len(tiles), R=R, IN=IN, OUT=OUT, MS=MS, PS=tiles[0] if tiles else 0, K=tuple(K))
     return plan if kind == "backward" else plan | dict(G=1 << max(1, 3072 // (R * d)).bit_length() - 1)
 
 

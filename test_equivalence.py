@@ -6386,7 +6386,7 @@ HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more)
                       (47, 90, "bf16", 1024, True, "fp32"), (67 + 2 * OLD, 90, "bf16", 1536, True)],
     "norm few": [(42, 90, "bf16", 768, False), (38, 80, "bf16", 768, True)]
 }.items() for most, sm, dtype, d, *more in rows]
-SPILLED = {("dots backward", 1536): 64 + 56 * OLD, ("dots backward", 2048): 32 + 32 * OLD}  # bytes: sums over rows, which five sets of numbers leave no room for
+SPILLED = {("dots backward", 1536): 104 + 16 * OLD, ("dots backward", 2048): 32 + 32 * OLD}  # bytes: sums over rows, which five sets of numbers leave no room for
 POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((136, "pool"), (160, "pool backward"))  # most registers
              for sm, dtype, *flags in ((90, "bf16"), (90, "bf16", "ACT"), (90, "bf16", "SUMMARY"), (100, "fp16", "SEGMENTED"),
                                        (80, "fp32", "SEGMENTED"))]
@@ -6433,8 +6433,10 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compiled):
             if (code.stack > SPILLED.get((kind, d), 0) or (code.loop if back else code.each) > ceiling or code.far < 5 - 3 * (not back)
                     or sum(op.startswith("HMMA") for op in code.ops) != products):
                 faults.append((what, code.each, code.loop, code.stack, code.far))
-            # forward nothing is shuffled, nothing but the signs goes through shared memory, loads and stores are of 16 bytes; warps to hide waits
-            if not back and (code.shared > 512 or not all(op.startswith(("LDG", "STG")) and ".128" in op for op in moved)
+            # forward nothing is shuffled, nothing but the signs goes through shared memory, loads and stores are of 16 bytes, of x, where two
+            # rows share a tile, 8; registers few enough for 12 warps, or 8
+            wide = "128" if plan["R"] == 1 else "64", "128"
+            if not back and (code.shared > 512 or not all(op.startswith(("LDG", "STG")) and op.endswith(wide) for op in moved)
                              or code.registers > (168 + 40 * OLD if kind == "dots forward" and d < 4096 else 240 + 10 * OLD)):
                 faults.append((what, code.registers, code.shared, moved))
             continue
