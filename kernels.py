@@ -557,8 +557,9 @@ if triton is not None:
     # shares its tile with a second (R = 2): s tells them apart, and c has stride 2.
     #
     # The bits are dealt out so that each product finds its operand in the very registers that hold it (mma's fragments). So nothing is
-    # shuffled, and loads and stores take 16 bytes (R = 2: 8). A thread loads a s c and, as one register more, l2; its lane is (n2 n1 n0 l1 l0). The left
-    # product leaves l2 l1 l0 and two of n in the lane, the right one (l2 l1 l0 n1 n0), and a s c n2 in registers. The way back, for gradients, from there to what was loaded, is the same with l and a in place of n and c. If Triton chose other layouts
+    # shuffled, and loads and stores take 16 bytes (R = 2: 8). A thread loads a s c and, as one register more, l2; its lane is
+    # (n2 n1 n0 l1 l0). The left product leaves l2 l1 l0 and two of n in the lane, the right one (l2 l1 l0 n1 n0), and a s c n2 in registers.
+    # The way back, for gradients, from there to what was loaded, is the same with l and a in place of n and c. If Triton chose other layouts
     # that would cost time, not change a result.
     #
     # Products of 16-bit numbers with +-1 are exact, sums are fp32. An fp32 operand goes in as two bf16, which hold 16 bits of it, where the
@@ -571,7 +572,7 @@ if triton is not None:
     @triton.jit
     def _spread(STRIDES: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr):
         "Where a tile's numbers stand in memory, (512,): the bits of their places in the tile have these strides. Not ROWS: in the first row"
-        SIDE: tl.constexpr = 8 // R   # neighbours side by side
+        SIDE: tl.constexpr = 8 // R  # neighbours in memory
         q = tl.arange(0, 512)
         at = q % SIDE
         for i in tl.static_range(4 - R, 9 if ROWS or R == 1 else 8):
