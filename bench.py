@@ -1177,7 +1177,7 @@ def bench_train(args):
     peak, source = peak_flops(m)
     alone = args.models == ["shaq"]
     common = settings("shaq" if alone else "gpt", args.set or "", "--set")
-    if own := ({"preset"} if alone else {"size", "attn", "attn_out"}) & set(common):
+    if own := {"dataset", "data_dir", "max_steps", "eval_tokens", *(["preset"] if alone else ["size", "attn", "attn_out"])} & set(common):
         die(f"train chooses {', '.join(sorted(own))} itself: drop it from --set, and name what to time in --sizes, --presets")
     groups = []  # (kind, vocabulary, {name: settings}); the first of a group is what the others are compared with
     if "gpt" in args.models:
@@ -1249,8 +1249,9 @@ def bench_train(args):
     table(args, f"Training steps, {'compiled' if args.compile else 'eager'}; MFU against {peak / 1e12:.3g} TFLOP/s, {source}", [
         "model", "parameters {:,}", "tokens a step {:,.0f}", "ms", "paper (V100), tokens/s {:,.0f}", "tokens/s {:,.0f}",
         "difference {:.2f} times", "MFU {:.1%}", "peak MiB {:,.0f}"], rows)
-    table(args, "Speed ratios of the same run", ["", "paper, times as fast {:.2f}", "measured {:.2f}", "difference {:+.2f}",
-                                                 "time a token {:+.1%}", "share of identity's gain {:.2f}"], ratios)
+    if ratios:
+        table(args, "Speed ratios of the same run", ["", "paper, times as fast {:.2f}", "measured {:.2f}", "difference {:+.2f}",
+                                                     "time a token {:+.1%}", "share of identity's gain {:.2f}"], ratios)
     if profiles:
         most = {op: max(p.get(op, 0) for p in profiles.values()) for p in profiles.values() for op in p}
         most = sorted((op for op in most if most[op] > 0.02), key=most.get, reverse=True)

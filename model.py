@@ -1412,6 +1412,14 @@ class Machine:
             x /= self.world
         return x
 
+    def gather(self, x):
+        "The tensors x of all processes, of one shape, joined along dimension 0"
+        if self.world == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.world)]
+        torch.distributed.all_gather(parts, x.contiguous())
+        return torch.cat(parts)
+
     def all(self, done):
         "Whether done is true on every process. Each waits here for the slowest."
         return self.mean(torch.tensor(float(done), device=self.device)).item() > 1 - 0.5 / self.world

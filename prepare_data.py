@@ -54,7 +54,7 @@ def die(message, status=1):
     """Print one line on stderr and exit: for whatever a user can cause and can put right."""
     after_the_first()
     # a half-finished progress line is ended first
-    warn("\n" * progress.open + f"error: {' '.join(str(message).split())}")
+    warn("\n" * progress.open + f"error: {' '.join(map(str.strip, str(message).splitlines()))}")
     raise SystemExit(status)
 
 
@@ -382,7 +382,7 @@ def shorten(s, asked, step, pace, say):
         fits = max(fits, (step + s["max_steps"]) // 2)
     if fits < asked == s["max_steps"]:
         say(f"note: {s['max_minutes']:g} minutes will do for {fits} steps here"
-            + f", {s['warmup_steps']} of them warm-up" * (2 * s["warmup_steps"] > fits) + "; the schedule now ends there, sooner or "
+            + f", {min(s['warmup_steps'], fits)} of them warm-up" * (2 * s["warmup_steps"] > fits) + "; the schedule now ends there, sooner or "
             "later as the pace changes (a new run with --max_minutes=0 takes all, --resume --max_steps=N goes on to N)")
     s["paced"], s["max_steps"] = True, fits
 

@@ -4827,7 +4827,7 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
     for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), TypeError("a fault of ours")):
         with pytest.raises(type(error)):
             ends(error)()
-    fails(capsys, lambda: pd.die("two\n  lines"), "error: two lines")
+    fails(capsys, lambda: pd.die("two\n  lines, a  b"), "error: two lines, a  b")  # a file's name stays as it is
     with monkeypatch.context() as patch:
         pieces = []
         patch.setattr(sys, "stderr", SimpleNamespace(write=pieces.append, flush=lambda: None))
@@ -5807,6 +5807,7 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
     made.clear()
     bench_run(tmp_path, "train", "--models=shaq", "--presets=qrnn", "--rounds=2", "--set=batch=8,bptt=64,lr=2")
     assert [a[:2] for a in made] == [("shaq", dict(preset="qrnn", batch=8, bptt=64, lr=2))]  # of SHAQ alone it is SHAQ's
+    assert "Speed ratios" not in capsys.readouterr().out  # of one model
     monkeypatch.setattr(bench, "timed", lambda work, *a, **kw: {k: np.full(3, 5.0 - i) for i, k in enumerate(work)})  # each is faster
     bench_run(tmp_path, "train", "--models=gpt", "--rounds=2")
     printed = capsys.readouterr().out
@@ -5973,7 +5974,8 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         fails(capsys, lambda: bench.main(argv), words, status=2)
     assert not (tmp_path / "none.jsonl").exists()  # a flag that the second does not know ends it before the first
     for argv, words in ((["train", "--set=attn_out=identity"], "attn_out"), (["train", "--set=size=tiny,attn=dva"], "attn, size"),
-                        (["train", "--models=shaq", "--set=preset=shaq"], "preset"), (["scaling", "--sizes=nano,dva_book"], "--set dataset=NAME")):
+                        (["train", "--models=shaq", "--set=preset=shaq"], "preset"), (["train", "--set=dataset=x,lr=1"], "chooses dataset itself"),
+                        (["scaling", "--sizes=nano,dva_book"], "--set dataset=NAME")):
         fails(capsys, lambda: bench.main(argv), words)
     assert bench.settings("shaq", "attn_layers=2,4, n_embd=32", "") == dict(attn_layers=(2, 4), n_embd=32)
     monkeypatch.setattr(kernels, "triton", None)

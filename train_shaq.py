@@ -186,19 +186,6 @@ def stepper(model, optimizer, s, m):
 
 
 # -----------------------------------------------------------------------------
-# The state of all streams, for the checkpoint: nested lists and tuples of tensors whose dimension 0 is the streams
-
-
-def gather(state, m):
-    "The whole state, from every process's streams"
-    def whole(t):
-        parts = [torch.empty_like(t) for _ in range(m.world)]
-        torch.distributed.all_gather(parts, t.contiguous())
-        return torch.cat(parts)
-    return each(state, whole) if m.world > 1 else state
-
-
-# -----------------------------------------------------------------------------
 # Training
 
 
@@ -295,9 +282,9 @@ def main():
 
     def save(step, where):
         "On every rank: each holds the state of its own streams, and none goes on, or leaves, before the file is there"
-        whole = gather(state, m)
         content = dict(kind="SHAQ", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, at=at, epoch=epoch,
-                       best=best, minutes=minutes, evaluated=evaluated == step, state=whole, settings=s, data=data.source, versions=versions)
+                       best=best, minutes=minutes, evaluated=evaluated == step, state=each(state, m.gather), settings=s, data=data.source,
+                       versions=versions)
         return m.all(m.rank > 0 or write_or_warn(where, lambda f: torch.save(content, f)))
 
     # loop
