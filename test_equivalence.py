@@ -2518,9 +2518,9 @@ def stops(n=3):
 
 
 def test_train_steps_hang_on_the_pace_at_every_25th_and_are_never_more_than_asked():
-    def looks(*seen, steps=100, minutes=1):
+    def looks(*seen, steps=100, minutes=1, warmup=2):
         "shorten() asked at these steps, at these seconds a step, with these steps left -> whether it has a say, what it said"
-        s, notes = dict(paced=False, max_minutes=minutes, max_steps=steps, warmup_steps=2), []
+        s, notes = dict(paced=False, max_minutes=minutes, max_steps=steps, warmup_steps=warmup), []
         for step, pace, left in seen:
             pd.shorten(s, steps, step, pace, notes.append)
             assert s["max_steps"] == left
@@ -2537,6 +2537,8 @@ def test_train_steps_hang_on_the_pace_at_every_25th_and_are_never_more_than_aske
     paced, notes = looks((5, 60.0, 100), (6, 31.0, 6), (7, 31.0, 6))  # 60 seconds are up before step 25
     assert len(notes) == 1 and paced
     assert looks((25, 60.0, 100), minutes=0) == (False, [])
+    _, (note,) = looks((5, 60.0, 100), (6, 31.0, 6), warmup=50)
+    assert "for 6 steps here, 6 of them warm-up;" in note
 
 
 STOPPED = """
