@@ -23,7 +23,6 @@ import runpy
 import shlex
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -162,17 +161,25 @@ VECTORS = [torch.linspace(0.5, 1.5, 64).roll(7 * i) for i in range(4)]
 
 
 def test_hadamard_matrix_is_symmetric_and_orthogonal_for_every_order():
+    "Each m by itself; then H_2n = H_n (x) H_2, to which both pass on"
     orders = [n for n in range(1, 4097) if kernels._split_order(n)]
-    room = torch.empty(4096 ** 2)  # fresh memory for each H takes longer than to fill it
     for n in orders:
-        H = room[:n * n].view(n, n).copy_(hadamard_matrix(n, torch.int8))
-        X = torch.randint(0, 2, (n, 8)).mul_(2).sub_(1).float()  # +-1: every wrong row of H H or H^T survives a column with probability 1/2
-        HX = (X.T @ H.T).T  # H X; so a CPU walks over H in half the time
-        again, back = (torch.cat((X, HX), 1).T @ H).T.chunk(2, 1)  # one more walk over H
+        if n > kernels._split_order(n)[0]:
+            continue
+        H = hadamard_matrix(n, torch.int8)
+        assert torch.stack(H.aminmax()).abs().max() == 1, n
+        X, W = torch.randint(0, 2, (n, 8)).mul_(2).sub_(1).float(), H.float()  # +-1: a wrong row of H H or H^T survives half of the columns
+        HX = (X.T @ W.T).T  # H X; so a CPU walks over H in half the time
+        again, back = (torch.cat((X, HX), 1).T @ W).T.chunk(2, 1)  # one more walk over H
         assert torch.equal(again, HX), n  # H^T X = H X
         assert torch.equal(back, n * X), n  # H^T H X = n X, exact below 2^24: a column's n squares sum to n; none is above 1
-        assert torch.stack(H.aminmax()).abs().max() == 1, n
-        if n <= 128 or n in (768, 1536):
+        while 2 * n <= 4096:
+            n, half, H = 2 * n, H, hadamard_matrix(2 * n, torch.int8)
+            for i, j in itertools.product(range(2), repeat=2):
+                assert torch.equal(H[i::2, j::2], -half if i * j else half), n
+    for n in (*range(1, 129), 768, 1536):
+        if n in orders:
+            H = hadamard_matrix(n)
             assert torch.equal(H, H.T) and torch.equal(H @ H, n * torch.eye(n)), n
     assert len(orders) == 666 and {1, 2, 4, 12, 20, 24, 28, 36, 44, 48, 60, 64, 96, 768, 1024, 1536, 2560, 3072} <= set(orders)
 
@@ -214,9 +221,9 @@ def test_hadamard_affine_and_gradients_are_the_dense_layers(d, n_head, heads_onl
 def test_hadamard_gradcheck_twice(d, n_head, heads_only):
     inputs = randn(3, d, grad=True), randn(d, grad=True), randn(d, grad=True)
     call = lambda *t: hadamard_affine(*t, n_head, heads_only)
-    assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs)
+    assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
     assert torch.autograd.gradcheck(lambda x: hadamard_transform(x, 0.7), inputs[:1])
-    assert torch.autograd.gradgradcheck(hadamard_transform, inputs[:1])
+    assert torch.autograd.gradgradcheck(hadamard_transform, inputs[:1], fast_mode=True)
 
 
 @pytest.mark.parametrize("rms", [False, True])
@@ -390,13 +397,13 @@ def test_hadamard_takes_any_strides_and_any_number_of_rows():
 
 @pytest.mark.parametrize("path", ["torch", pytest.param("triton", marks=needs_triton)])
 def test_hadamard_nan_and_inf_stay_in_their_row(path, monkeypatch):
-    monkeypatch.setattr(kernels, "_FEW", 15)
+    monkeypatch.setattr(kernels, "_FEW", 2)
     for d, n_head, heads_only in ((768, 12, False), (96, 1, False), (96, 8, False), (768, 12, True), (96, 4, True)):
         for dtype in (torch.float32, torch.float16):
-            x = torch.randn(20, d).to(dtype)
-            x[3, 5], x[9, 0], x[18, 2] = math.nan, math.inf, -math.inf
+            x = torch.randn(8, d).to(dtype)
+            x[3, 5], x[4, 0], x[7, 2] = math.nan, math.inf, -math.inf
             y = getattr(kernels, f"_transform_{path}")(x, torch.randn(d), torch.randn(d), None, 1.0, n_head, heads_only)
-            assert (~y.isfinite().all(1)).nonzero().flatten().tolist() == [3, 9, 18]
+            assert (~y.isfinite().all(1)).nonzero().flatten().tolist() == [3, 4, 7]
             # a mix over heads reaches the same channel of each, no other
             assert not heads_only or y[3].isnan().nonzero().flatten().tolist() == list(range(5, d, d // n_head))
 
@@ -528,7 +535,7 @@ def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
     pass kept; and near the dense product. Without gradients nothing is kept, nor in fp16, which x H may not fit."""
     calls, one, kept = [], kernels._hadamard_backward, []
     monkeypatch.setattr(kernels, "_hadamard_backward", lambda *args, **how: calls.append(how["kept"]) or one(*args, **how))
-    for d, n_head, heads_only in ((48, 4, False), (1536, 1, False), (64, 8, True)):
+    for d, n_head, heads_only in ((48, 4, False), (384, 1, False), (64, 8, True)):
         scale, v = (n_head if heads_only else d) ** -0.5, torch.float64 if dtype == torch.float64 else torch.float32
         how, (x, dy), (alpha, beta) = (scale, n_head, heads_only), torch.randn(2, 2101, d).to(dtype), torch.randn(2, d, dtype=v)
         x.requires_grad_(), alpha.requires_grad_(), beta.requires_grad_()
@@ -765,6 +772,13 @@ def guarded(monkeypatch):
     assert buffers and all((buffer[:4096] == 7).all() and (buffer[4096 + n:] == 7).all() for n, buffer in buffers)
 
 
+def rounded(exact, dtype):
+    "exact in dtype; the interpreter's bf16 is cut, not rounded"
+    if dtype == torch.bfloat16 and not torch.cuda.is_available():
+        return (exact.float().view(torch.int32) >> 16 << 16).view(torch.float32)
+    return exact.to(dtype)
+
+
 @needs_triton
 @pytest.mark.parametrize("d, n_head, heads_only", TRITON_LAYERS)
 def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_only, monkeypatch, guarded):
@@ -780,11 +794,10 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
         for y, exact in ((kernels._transform_triton(x, alpha, beta, None, scale, n_head, heads_only), alpha * (x.double() @ H) + beta),
                          (kernels._transform_triton(x, None, None, pre, scale, n_head, heads_only), (pre * x.double()) @ H),
                          *((y, (pre * dy.double()) @ H) for y in dx)):
-            cut = dtype == torch.bfloat16 and not torch.cuda.is_available()
-            rounded = (exact.float().view(torch.int32) >> 16 << 16).view(torch.float32) if cut else exact.to(dtype)
-            most = max(5e-7, 1.02 * error(rounded, exact))
+            most = max(5e-7, 1.02 * error(rounded(exact, dtype), exact))
             assert y.dtype == dtype and y.shape == x.shape and error(y, exact) <= most, (dtype, N)
-        for sums in ((dalpha, dbeta), *(kernels._grads_triton(x, dy, scale, n_head, heads_only) for _ in at_once)):
+        alone = at_once if dtype == torch.float32 and N > 2 else ()  # whose plan is that of 16 bits
+        for sums in ((dalpha, dbeta), *(kernels._grads_triton(x, dy, scale, n_head, heads_only) for _ in alone)):
             assert error(sums[0], (dy.double() * (x.double() @ H)).sum(0)) < 1e-6 and error(sums[1], dy.double().sum(0)) < 1e-6
         if dtype == torch.float32 and N > 1 and torch.cuda.is_available():  # the interpreter's programs run one after the other
             again = kernels._grads_triton(x, dy, scale, n_head, heads_only, *at_once)
@@ -799,7 +812,7 @@ def test_hadamard_on_tensor_cores_is_exact_and_stays_inside_its_rows(d, n_head, 
     monkeypatch.setattr(kernels, "_FEW", 2)
     monkeypatch.setattr(kernels, "_programs", lambda *how: 2)  # each takes several blocks of rows
     H, scale, N = layer_matrix(d, n_head, False), d ** -0.5, 7
-    for dtype in (torch.float16, torch.bfloat16)[:2 if d <= 1536 else 1]:
+    for dtype in (torch.float16, torch.bfloat16)[:1 + ((d, n_head) in ((256, 1), (768, 12), (1024, 16), (1536, 16)))]:
         x, dy = (poisoned(torch.randn(N, d).to(dtype))[0] for _ in range(2))
         alpha, beta, pre = (poisoned(torch.randn(d))[0] for _ in range(3))
         at_once = kernels._by_dots(x, n_head, False, "backward") is not None
@@ -808,14 +821,13 @@ def test_hadamard_on_tensor_cores_is_exact_and_stays_inside_its_rows(d, n_head, 
         if at_once:
             dx, dalpha, dbeta = kernels._grads_triton(x, dy, *how, alpha)
             assert error(dalpha, (dy.double() * (x.double() @ H)).sum(0)) < 1e-5 and error(dbeta, dy.double().sum(0)) < 1e-6
-        for y, exact in ((kernels._transform_triton(x, alpha, beta, None, *how), alpha * (x.double() @ H) + beta),
-                         (kernels._transform_triton(x, alpha, None, pre, *how), alpha * ((pre * x.double()) @ H)),
+        for y, exact in ((kernels._transform_triton(x, alpha, beta, pre, *how), alpha * ((pre * x.double()) @ H) + beta),
                          (kernels._transform_triton(x, None, None, None, *how), x.double() @ H),
-                         (kernels._transform_triton(x[:2], None, None, None, *how), (x.double() @ H)[:2]),  # few rows: by butterflies
                          *(((dx, (alpha * dy.double()) @ H),) if at_once else ())):
-            cut = dtype == torch.bfloat16 and not torch.cuda.is_available()  # by the interpreter
-            rounded = (exact.float().view(torch.int32) >> 16 << 16).view(torch.float32) if cut else exact.to(dtype)
-            assert y.dtype == dtype and y.shape == exact.shape and error(y, exact) <= 1.02 * error(rounded, exact)
+            assert y.dtype == dtype and y.shape == exact.shape and error(y, exact) <= 1.02 * error(rounded(exact, dtype), exact)
+        if d == 512:
+            y, exact = kernels._transform_triton(x[:2], None, None, None, *how), (x.double() @ H)[:2]  # few rows: by butterflies
+            assert error(y, exact) <= 1.02 * error(rounded(exact, dtype), exact)
     if d == 1536:  # where by butterflies all three at once would spill
         monkeypatch.setattr(kernels, "_on_triton", lambda x, *how: kernels._plan(x.shape[1], *how[:2], 16, *how[2:]) is not None)
         assert all(map(torch.equal, kernels._hadamard_backward(x, dy, alpha, *how, kept=False), (dx, dalpha, dbeta)))
@@ -991,8 +1003,8 @@ def test_gpt_dva_paper_and_nano_counts():
 def test_gpt_every_variant_starts_at_ln_vocabulary_and_learns_in_every_parameter():
     idx = torch.randint(0, 97, (3, 17))
     parts = [("mha", out) for out in CHOICES["attn_out"]] + [("dva", "dense"), ("dva_outer", "dense")]
-    for (attn, out), mlp, pos, norm, bias, tie in itertools.product(parts, CHOICES["mlp"], CHOICES["pos"], CHOICES["norm"],
-                                                                    (False, True), (False, True)):
+    for (attn, out), mlp, pos, bias, tie in itertools.product(parts, CHOICES["mlp"], CHOICES["pos"], (False, True), (False, True)):
+        norm = CHOICES["norm"][bias ^ tie]  # of norm, bias and tie_weights every pair
         config = dict(NANO, attn=attn, attn_out=out, mlp=mlp, pos=pos, norm=norm, bias=bias, tie_weights=tie, dropout=0.1 * bias)
         m = GPT(GPTConfig(**config))
         loss = m(idx[:, :-1], idx[:, 1:])
@@ -1182,8 +1194,13 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
         assert fold_hadamard(m).h[0].attn.one_pass == (m.config.n_embd, m.config.n_head, True)
     assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
     assert torch.equal(fold_hadamard(torch.compile(m))(idx), y)
+
+
+def test_gpt_fold_hadamard_keeps_dtypes_mode_and_what_was_put_there_later():
+    m, idx = make(scale=0.5, attn_out="hadamard", bias=False), torch.randint(0, 97, (2, 16))
+    x, cos = m(idx), m.cos
     low = fold_hadamard(m.bfloat16())
-    assert low.wte.weight.dtype == torch.bfloat16 and torch.equal(low.cos, folded.cos) and error(low(idx), x) < 0.05  # angles as exact
+    assert low.wte.weight.dtype == torch.bfloat16 and torch.equal(low.cos, cos) and error(low(idx), x) < 0.05  # angles as exact
     m.h[0].attn.alpha.data = m.h[0].attn.alpha.data.float()
     assert fold_hadamard(m).h[0].attn.alpha.dtype == torch.float32
     state = torch.get_rng_state()
@@ -1344,10 +1361,6 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
     for a, b, c in zip(*(torch.autograd.grad(out, list(leaf.values()), dy, retain_graph=True) for out in (y, z, stored))):
         assert error(a, b) < 1e-12 and error(a, c) < 1e-12
     new = None if outer else [t.detach()[:, past:].requires_grad_() for t in (k, v)]  # k and v before these are a memory, without gradients
-    dense = randn(1, 9, 2, 4).transpose(1, 2).flatten(0, 1)  # its gradient's strides are its own, also to the compiler
-    for own, memory in ((dense, (None, None)), (dense[:, 4:], (dense, dense))):
-        torch.library.opcheck(model_py.blocked_attention_backward, (randn(2, 3, 4), dense[:, :3], own, None, own, None, *memory, None, 0.0, []),
-                              test_utils="test_faketensor")
     check = torch.library.opcheck if T in (2, 129) else lambda *a: None  # among others, that torch.compile may take it; one block and two
     for keep in (False, True):
         check(blocked_attention, (q, k, r, v, u, None, None, None, 0.0, keep))
@@ -1361,6 +1374,14 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
     if not outer and not past:
         q, k, v = (t.detach()[:, None] for t in (q, k, v))
         assert error(attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)) < 1e-12
+
+
+def test_gpt_blocked_attentions_gradients_have_strides_of_their_own():
+    "Also to the compiler"
+    dense = randn(1, 9, 2, 4).transpose(1, 2).flatten(0, 1)
+    for own, memory in ((dense, (None, None)), (dense[:, 4:], (dense, dense))):
+        torch.library.opcheck(model_py.blocked_attention_backward, (randn(2, 3, 4), dense[:, :3], own, None, own, None, *memory, None, 0.0, []),
+                              test_utils="test_faketensor")
 
 
 def test_gpt_attention_keeps_its_weights_while_they_are_few():
@@ -1564,7 +1585,7 @@ def test_generation_takes_the_smallest_block_and_gives_the_mode_back():
 @pytest.mark.parametrize("attn", ["mha", "dva", "dva_outer"])
 def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
     torch._dynamo.reset()
-    model, idx, writes = make(attn=attn), torch.randint(0, 97, (2, 12)), []
+    model, idx, writes = make(attn=attn, n_layer=2 if attn == "mha" else 1), torch.randint(0, 97, (2, 12)), []
 
     def backend(graph, inputs):
         writes.append([n.args[0].name for n in graph.graph.nodes if n.target is operator.setitem])
@@ -1704,8 +1725,8 @@ def test_gpt_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
         head._parameters["weight"] = w
         return GPT.forward(SimpleNamespace(hidden=lambda *a: x[None], lm_head=head), targets[None], targets[None])
 
-    for N, V, size, spread in ((256, 50304, 1.0, 0.02), (4096, 512, 1.0, 1.0), (65536, 512, 0.05, 1.0)):
-        x, w, y, results = size * torch.randn(N, 16), spread * torch.randn(V, 16), torch.randint(512, (N,)), []
+    for N, V, size, spread in ((256, 50304, 1.0, 0.02), (4096, 512, 1.0, 1.0), (65536, 64, 0.05, 1.0)):
+        x, w, y, results = size * torch.randn(N, 16), spread * torch.randn(V, 16), torch.randint(min(V, 512), (N,)), []
         for half, scale in ((False, 1.0), (True, 65536.0)):  # GradScaler's default
             leaf = [x.clone().requires_grad_(), w.clone().requires_grad_()]
             with torch.autocast("cpu", torch.float16, enabled=half):
@@ -1713,7 +1734,7 @@ def test_gpt_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
             results.append([g / scale for g in torch.autograd.grad(loss, leaf)])
         assert all(error(a, b.double()) < 3e-3 for a, b in zip(results[1], results[0]))
         (_, exact), (_, dw) = results
-        assert V == 512 or error(dw[512:], exact[512:].double()) < 3e-3  # of tokens that are no target: each p is 2e-5 here
+        assert V <= 512 or error(dw[512:], exact[512:].double()) < 3e-3  # of tokens that are no target: each p is 2e-5 here
     one = torch.zeros(16384, dtype=torch.int64)  # one target for all: the sum over rows is largest
     leaf = [torch.full((16384, 16), 8.0, requires_grad=True), w.clone().requires_grad_()]
     with torch.autocast("cpu", torch.float16):
@@ -1896,7 +1917,7 @@ SHAQ_KINDS = [preset for preset in SHAQ_PRESETS if preset not in ("attn2", "attn
 
 
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn="dva", n_head=1, mlp="none"), dict(attn="dva_outer", n_head=1),
-                                    *SHAQ_KINDS])
+                                    "ffn", "mean_mem", "layers2_heads2", "shaq"])
 def test_shapes_agree_on_the_meta_device(config):
     "Forward, backward, with a cache or a memory behind: no branch asks for a CPU"
     with torch.device("meta"):
@@ -2172,32 +2193,11 @@ def sampled(run_here):
     return lambda path, *flags: ended(run_here(model_py, ["model.py", f"--ckpt={path}", "--device=cpu", *flags], path.parent))[1]
 
 
-@pytest.fixture
-def torchrun(tmp_path):
-    """torchrun(script, flags...) runs two processes of TWO and this text in tmp_path -> what they print; launcher=False: with the variables
-    that torchrun would set, but without it, which takes as long to start as they do"""
-    def run(text, *flags, launcher=True):
-        (tmp_path / "script.py").write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n" + TWO + text)
-        how = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]  # a hostname need not resolve
-        ranks = [{}]
-        if not launcher:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                shared = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-            how, ranks = [], [shared | dict(RANK=rank, LOCAL_RANK=rank) for rank in "01"]
-        with contextlib.ExitStack() as stack:
-            runs = [subprocess.Popen([sys.executable, *how, "script.py", *flags], cwd=tmp_path, env=os.environ | more, text=True,
-                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE) for more in ranks]
-            for process in runs:
-                stack.callback(process.kill)  # where the other one has failed
-            said = [process.communicate(timeout=300) for process in runs]
-        assert not any(process.returncode for process in runs), said
-        return "".join(out for out, _ in said)
-    return run
-
-
 TWO = """
-import glob, json, os, time, torch, train_gpt, train_shaq
-seeds, seed, rank = [], torch.manual_seed, os.environ["RANK"]
+import glob, json, os, sys, time, unittest.mock
+sys.path.insert(0, HERE)
+import torch, train_gpt, train_shaq
+seeds, seed, rank, parts = [], torch.manual_seed, os.environ["RANK"], []
 torch.manual_seed = lambda n: seeds.append(n) or seed(n)
 train_gpt.peak_flops = train_shaq.peak_flops = lambda m: (1e9, "here")
 
@@ -2214,9 +2214,51 @@ def sample(generate):
 for model in (train_gpt.GPT, train_shaq.SHAQ):
     model.generate = sample(model.generate)
 
-def tell(what):
-    json.dump(what, open(sys.argv[0] + rank, "w"))
+def run(name, script):
+    "What script does with name's flags; then each process tells how it ended, what there was by then, and what it drew"
+    if rank == "0":
+        print(f"run: {name}", flush=True)
+    sys.argv, seeds[:], code = [name, *FLAGS[name]], [], 0
+    try:
+        script.run(script.main)
+    except SystemExit as e:
+        code = e.code
+    json.dump([code, os.path.exists(f"{name}/ckpt.pt"), seeds, sum(parts)], open(name + rank, "w"))
+
+write, numbers = train_gpt.write_or_warn, iter((0, 0, 15 * int(rank)))  # one of the two has the signal
+with unittest.mock.patch.multiple(train_gpt, write_or_warn=lambda path, f: time.sleep(0.5) or write(path, f),
+                                  StopSignal=lambda: type("Stops", (), dict(number=property(lambda self: next(numbers))))()):
+    run("stopped", train_gpt)
+run("shaq", train_shaq)
+
+torch.nn.Module.compile = lambda self, **kw: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend=cut, **kw))
+from torch._dynamo.backends.debugging import aot_eager
+torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 2**16
+def cut(gm, inputs):  # captured as on a GPU; inductor's C++ takes longer than all these tests
+    assert not any(isinstance(i, torch.SymInt) for i in inputs)
+    parts.append(torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None)  # else of an evaluation
+    return aot_eager(gm, inputs)
+run("compiled", train_gpt)
 """
+PAIRED = dict(stopped=["--dropout=0", "--micro_batch=2"],
+              shaq=["--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3", "--dataset=split"],
+              compiled=["--dropout=0", "--micro_batch=2", "--n_embd=64", "--mlp=none", "--max_steps=3", "--eval_tokens=224"])  # one window alone
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, data_dir):
+    """Three runs of two processes, one after the other, as importing torch takes longer than all of them -> pair(name): its folder, what it
+    printed, what each process told"""
+    folder = tmp_path_factory.mktemp("pair")
+    pd.prepare(str(data_dir / "split"), "split", "byte", random_words(1500), "", percent=(80, 90))  # with a test split
+    flags = {name: command(name, data_dir, *given, *["--compile=1"] * (name == "compiled"), tool=()) for name, given in PAIRED.items()}
+    flags["shaq"] = [f"--data_dir={data_dir}", "--out_dir=shaq", *TINY_SHAQ, *PAIRED["shaq"]]
+    (folder / "two.py").write_text(f"HERE, FLAGS = {(str(HERE), flags)!r}\n{TWO}")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]  # a hostname need not resolve
+    done = subprocess.run([sys.executable, *launch, "two.py"], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done
+    said = dict(part.split("\n", 1) for part in done.stdout.split("run: ")[1:])
+    return lambda name: (folder / name, said[name], [json.loads((folder / f"{name}{rank}").read_text()) for rank in (0, 1)])
 
 
 SHAPE = "n_layer n_embd n_head block_size dataset"
@@ -2463,7 +2505,8 @@ def test_train_on_gpt2_tokens_pads_the_vocabulary_and_prints_none_of_the_padding
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere in another unit")
 def test_train_the_default_model_takes_less_than_two_gigabytes(tmp_path, data_dir):
     flags = "--attn_out=hadamard", "--size=nano", "--device=cpu", "--dataset=mine", f"--data_dir={data_dir}", f"--out_dir={tmp_path}"
-    process = subprocess.Popen([sys.executable, train_gpt.__file__, *flags, "--max_steps=2"], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, train_gpt.__file__, *flags, "--max_steps=2", "--eval_tokens=4096"],
+                               stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = status  # else Popen would look for the process that is gone
     print(f"{used.ru_maxrss / 2**20:.2f} GiB")
@@ -2541,58 +2584,30 @@ def test_train_steps_hang_on_the_pace_at_every_25th_and_are_never_more_than_aske
     assert "for 6 steps here, 6 of them warm-up;" in note
 
 
-STOPPED = """
-write = train_gpt.write_or_warn
-train_gpt.write_or_warn = lambda path, f: time.sleep(0.5) or write(path, f)
-numbers = iter((0, 0, 15 * int(rank)))  # one of the two has the signal
-train_gpt.StopSignal = lambda: type("Stops", (), dict(number=property(lambda self: next(numbers))))()
-try:
-    train_gpt.main()
-except SystemExit as e:
-    tell([e.code, os.path.exists("two/ckpt.pt"), seeds])
-"""
-
-
-def test_train_two_processes_are_one_with_accumulation(train, torchrun, data_dir, tmp_path):
+def test_train_two_processes_are_one_with_accumulation(train, pair):
     "Stopped together by one's signal, neither leaves before the checkpoint is there; and one process goes on with it"
-    flags = "--dropout=0", "--micro_batch=2"
-    assert "2 processes x 2 micro-batches x 2 sequences" in torchrun(STOPPED, *command("two", data_dir, *flags, tool=()))
-    ends = [json.loads((tmp_path / f"script.py{rank}").read_text()) for rank in (0, 1)]
-    assert [end[:2] for end in ends] == [[130, True]] * 2
+    folder, said, ends = pair("stopped")
+    assert "2 processes x 2 micro-batches x 2 sequences" in said and [end[:2] for end in ends] == [[130, True]] * 2
     assert set(ends[0][2]) & set(ends[1][2]) == {1} and len(ends[1][2]) == 4  # the weights are the same, dropout is not
-    first, *log = records(tmp_path / "two")
+    first, *log = records(folder)
     flops = GPT(GPTConfig(**first["config"])).flops_per_token()
     for r in log[1:]:  # of both, and of both cards
         assert r["tokens_per_s"] * r["ms"] == pytest.approx(256e3) and r["mfu"] * 2e9 == pytest.approx(r["tokens_per_s"] * flops)
-    one, two = losses(train(*flags, out="one")[3]), losses(log)
+    one, two = losses(train(*PAIRED["stopped"])[3]), losses(log)
     assert list(two[0]) == [0, 1, 2] and list(two[1]) == [0]
-    for both in (two, losses(train("--resume", out="two")[3])):
+    for both in (two, losses(train("--resume", out=folder)[3])):
         assert all(a[i] == pytest.approx(b[i], abs=2e-5) for a, b in zip(one, both) for i in b), (one, both)
     assert list(both[0]) == list(range(6)) and list(both[1]) == [0, 3, 6]
 
 
-COMPILED = """
-torch.nn.Module.compile = lambda self, **kw: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend=cut, **kw))
-from torch._dynamo.backends.debugging import aot_eager
-parts, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = [], 2**16
-def cut(gm, inputs):  # captured as on a GPU; inductor's C++ takes longer than all these tests
-    assert not any(isinstance(i, torch.SymInt) for i in inputs)
-    parts.append(torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None)  # else of an evaluation
-    return aot_eager(gm, inputs)
-train_gpt.run(train_gpt.main)
-tell(sum(parts))
-"""
-
-
-def test_train_compiled_processes_are_one(train, torchrun, data_dir, tmp_path):
+def test_train_compiled_processes_are_one(train, pair):
     "As torchrun does on GPUs: DDP has the compiled model, loss and all, cut where a bucket of gradients is full: the head fills the first"
-    flags = "--dropout=0", "--micro_batch=2", "--n_embd=64", "--mlp=none", "--max_steps=3", "--eval_tokens=224"  # one window alone
-    said = torchrun(COMPILED, *command("two", data_dir, *flags, "--compile=1", tool=()), launcher=False)
+    folder, said, ends = pair("compiled")
     assert ", compiled; MFU" in said and said.count("sample:") == 1
-    assert all(int((tmp_path / f"script.py{rank}").read_text()) > 1 for rank in (0, 1))
-    one, two = losses(train(*flags, out="one")[3]), losses(records(tmp_path / "two"))
-    assert all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two)), (one, two)
-    assert not any("_orig_mod" in k for k in torch.load(tmp_path / "two/ckpt.pt", weights_only=True)["model"])
+    assert all(code == 0 and parts > 1 for code, *_, parts in ends)
+    one, two = losses(train(*PAIRED["compiled"])[3]), losses(records(folder))
+    assert all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two)) and list(two[0]) == [0, 1, 2], (one, two)
+    assert not any("_orig_mod" in k for k in torch.load(folder / "ckpt.pt", weights_only=True)["model"])
 
 
 def test_train_processes_that_differ_end_before_an_earlier_run_is_touched(train, train_shaq_here, tmp_path, monkeypatch):
@@ -2755,17 +2770,23 @@ def test_train_folder_that_cannot_be_written_is_one_line(train, tmp_path):
     one_line(train("--dataset=pysource", f"--data_dir={tmp_path / 'file' / 'data'}"), "file/data", "Not a directory")
 
 
-def test_train_full_disk_is_said_and_leaves_nothing_half_written(data_dir, tmp_path):
+def test_train_full_disk_is_said_and_leaves_nothing_half_written(train, tmp_path, monkeypatch):
     """A limit on the size of a file stands for a full disk: it lets the log begin, and no checkpoint be written."""
-    resource = pytest.importorskip("resource")  # Windows has none
-    done = subprocess.run(command(tmp_path / "out", data_dir, "--max_steps=12"), capture_output=True, text=True, timeout=300,
-                          env=os.environ | dict(PYTHONDONTWRITEBYTECODE="1"),  # Python would cut its __pycache__ short, too, and not notice
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)))
-    *before, last = done.stderr.splitlines()
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
-    assert last.startswith("error: ") and "ckpt.pt" in last and all(line.startswith("warning: ") for line in before), done.stderr
-    assert os.listdir(tmp_path / "out") == ["log.jsonl"] and records(tmp_path / "out")
-    assert sum("record is lost" in line for line in before) == 1, before
+    resource, ignored = pytest.importorskip("resource"), []  # Windows has none
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would cut its __pycache__ short, too, and not notice
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        status, _, err, log = train("--max_steps=12")
+        gc.collect()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    *warnings, last = err.splitlines()
+    assert status == 1 and "Traceback" not in err and not ignored, err
+    assert last.startswith("error: ") and "ckpt.pt" in last and all(line.startswith("warning: ") for line in warnings), err
+    assert os.listdir(tmp_path / "out") == ["log.jsonl"] and log
+    assert sum("record is lost" in line for line in warnings) == 1, warnings
 
 
 def test_run_an_error_ends_a_process_of_several_without_pythons_shutdown(monkeypatch, capsys):
@@ -3077,18 +3098,14 @@ def test_fopool_empty_sizes():
             assert torch.equal(c, c0.detach()) and torch.equal(dc0, c) and torch.equal(c0.grad, torch.ones(B, H))
 
 
-def test_fopool_opcheck_and_determinism():
+def test_fopool_opcheck():
     for act, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         inputs, dh, dc = _fo_inputs(2, 19, 4, act, dtype)
         *banks, c0 = [x.requires_grad_() for x in inputs]
         for c in (c0, None):
             torch.library.opcheck(torch.ops.kernels.fo_pool.default, (banks, c))
-        runs = []
-        for _ in range(2):
-            h, c, edges = torch.ops.kernels.fo_pool(banks, c0)
-            runs.append([h, c, *torch.autograd.grad([h, c], inputs, [dh, dc])])
-        assert all(torch.equal(x, y) for x, y in zip(*runs))
-        banks, edges = [x.detach() for x in banks], edges.detach()
+        edges = torch.ops.kernels.fo_pool(banks, c0)[2].detach()
+        banks = [x.detach() for x in banks]
         for args in ((dh, dc), (dh, None)):
             torch.library.opcheck(torch.ops.kernels.fo_pool_backward.default, (banks, edges, *args))
 
@@ -3480,7 +3497,7 @@ def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, sampl
         assert sampled(tmp_path / "ckpt.pt", "--prompt=def ", "--tokens=60", "--seed=7") == pd.decode("byte", ids) + "\n"
     assert collapse.call_count == 1
     save_model(tmp_path / "ckpt.pt", make(vocab_size=320))  # padded: ids above 255 are drawn, and stand for nothing
-    texts = [sampled(tmp_path / "ckpt.pt", *flags) for flags in (["--temperature=0"], ["--temperature=9", "--top_k=1"],
+    texts = [sampled(tmp_path / "ckpt.pt", "--tokens=40", *flags) for flags in (["--temperature=0"], ["--temperature=9", "--top_k=1"],
                                                                  ["--temperature=9", "--top_k=0"])]
     assert texts[0] == texts[1] != texts[2]
 
@@ -4205,15 +4222,13 @@ def test_train_shaq_flags_reach_the_model(train_shaq_here, tmp_path):
     assert [g["weight_decay"] for g in optimizer["param_groups"]] == [0.1]
 
 
-def test_train_shaq_two_processes_are_one(train_shaq_here, torchrun, tmp_path):
-    flags = "--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3"
-    pd.prepare(str(tmp_path / "data/mine"), "mine", "byte", random_words(1500), "", percent=(80, 90))  # with a test split
-    one = ended(train_shaq_here(*flags, out="one"))[3]
-    both = "--data_dir=data", "--out_dir=two", "--dataset=mine", *TINY_SHAQ, *flags
-    assert "sample:" in torchrun("train_shaq.run(train_shaq.main)\ntell(seeds)\n", *both, launcher=False)
-    a, b = (json.loads((tmp_path / f"script.py{rank}").read_text()) for rank in (0, 1))
+def test_train_shaq_two_processes_are_one(train_shaq_here, pair, data_dir, tmp_path):
+    folder, said, ends = pair("shaq")
+    one = ended(train_shaq_here(f"--data_dir={data_dir}", *PAIRED["shaq"]))[3]
+    a, b = (seeds for *_, seeds, _ in ends)
+    assert "sample:" in said and [code for code, *_ in ends] == [0, 0]
     assert set(a) & set(b) == {1337} and len(a) == len(b) == 7  # the weights are the same, dropout is not
-    first, *two = records(tmp_path / "two")
+    first, *two = records(folder)
     flops = SHAQ(SHAQConfig(**first["config"])).flops_per_token(24)
     for r in two:
         if "loss" in r:  # of both, and of both cards
@@ -4222,7 +4237,7 @@ def test_train_shaq_two_processes_are_one(train_shaq_here, torchrun, tmp_path):
     assert len(losses(one)[0]) == 6 and all(a == pytest.approx(b, abs=2e-5) for a, b in zip(losses(one), losses(two)))
     a, b = ([r["test_loss"] for r in log if "test_loss" in r] for log in (one, two))
     assert len(a) == 1 and a == pytest.approx(b, abs=2e-5)  # said once, of both
-    a, b = (tensors(torch.load(tmp_path / out / "ckpt.pt", weights_only=True)["state"]) for out in ("one", "two"))
+    a, b = (tensors(torch.load(out / "ckpt.pt", weights_only=True)["state"]) for out in (tmp_path / "out", folder))
     assert len(a) == len(b) and all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a, b))  # the streams in their order
 
 
@@ -6553,16 +6568,16 @@ def share(W=torch.randn(2048, 2048)):  # of the cores that a large product gets:
     return (time.process_time() - cpu) / (time.perf_counter() - start) / torch.get_num_threads()
 pool = lambda gates: qrnn_pool(gates)[0]
 times, shares = [seconds(pool) for _ in range(5)][1:], [share()]  # the first pages everything in
-one, some = loop(1), loop(65)
+one, some = loop(1), loop(33)
 times += [seconds(pool) for _ in range(3)]
-print(one + 511 / 64 * (some - one), statistics.median(times), min(*shares, share()))
+print(one + 511 / 32 * (some - one), statistics.median(times), min(*shares, share()))
 """
 
 
 def test_fopool_cpu_is_150_times_faster_than_the_autograd_loop():
     """
     Than bench.py's loop, which indexes f[:, t], and so takes time quadratic in T: one over f.unbind(1) takes 3 times the operator's. Its
-    steps all cost the same, so 65 of the 512 tell. By the median of 7, in a process of its own: the loop lives on fresh memory, and is 4
+    steps all cost the same, so 33 of the 512 tell. By the median of 7, in a process of its own: the loop lives on fresh memory, and is 4
     times faster once machine() has told the allocator to keep it. Another process, up to three, where other work on the machine may have
     come between: a median of 147 was seen in a full run of these tests. Other work that stays holds up the threads of ours at each of its
     many small steps, but not the loop's.
