@@ -204,11 +204,6 @@ def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
     return torch.addcmul(beta, y.view(N, d), alpha, value=scale).to(x.dtype)
 
 
-def _fp32_rows(x):
-    "How many rows of x to widen at a time: on a CPU as many as stay in cache"
-    return max(1, 2 ** 18 // x.shape[1]) if x.device.type == "cpu" else max(1, len(x))
-
-
 def _affine_rows(x, weight, shift, out):
     """out = weight * x + shift, x and out (n, d) in one dtype, the vectors (d,) in that or fp32, shift or None; rounded once. For 16-bit rows
     beside fp32 vectors a CPU has one operator that needs no copy: BatchNorm of mean 0 and variance 1, 2.4 times as fast as with two copies"""
@@ -248,10 +243,7 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
         return _few_rows_torch(x, alpha, beta, scale, n_head, heads_only)
     if x.dtype == torch.float16:  # x H can be above its 65504 where the result is not; on a CPU fp32 products are faster, too
         assert kept is None, "x H may not fit fp16"
-        out, r = x.new_empty(x.shape), _fp32_rows(x)
-        for X, o in zip(x.split(r), out.split(r)):
-            o.copy_(_transform_torch(X.float(), alpha, beta, pre, scale, n_head, heads_only))
-        return out
+        return _transform_torch(x.float(), alpha, beta, pre, scale, n_head, heads_only).to(x.dtype)
     r, transform = _blocks(x, n_head, heads_only)
     out = x.new_empty(x.shape)  # not empty_like: for a transposed row (d = 1) it keeps strides that views below may not take
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -278,9 +270,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     "-> (dalpha, dbeta), or, given alpha, (dx, dalpha, dbeta), where x is the x @ H that forward kept: dy is then read only once"
     if x.dtype == torch.float16:  # as in _transform_torch
         assert alpha is None, "x H may not fit fp16"
-        r = _fp32_rows(x)
-        parts = [_grads_torch(X.float(), g.float(), scale, n_head, heads_only) for X, g in zip(x.split(r), dy.split(r))]
-        return tuple(torch.stack(p).sum(0) for p in zip(*parts))
+        return _grads_torch(x.float(), dy.float(), scale, n_head, heads_only)
     r, transform = _blocks(x, n_head, heads_only)
     wide = torch.promote_types(x.dtype, torch.float32)
     dalpha, dbeta = (x.new_zeros(x.shape[1], dtype=wide) for _ in range(2))
@@ -462,15 +452,21 @@ if triton is not None:
         return n
 
     @triton.jit
+    def _levels(t, NT: tl.constexpr, LEAST: tl.constexpr, END: tl.constexpr):
+        "Butterflies over the tuple of NT tiles: of tiles LEAST apart, then twice that, and so on below END"
+        for s in tl.static_range(16):
+            if LEAST <= 1 << s and 1 << s < END:
+                n = ()
+                for i in tl.static_range(NT):
+                    n = n + (t[i ^ (1 << s)] - t[i] if (i >> s) & 1 else t[i] + t[i ^ (1 << s)],)
+                t = n
+        return t
+
+    @triton.jit
     def _across(t, M: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr):
         """H_M (x) H_(P / LEAST) (x) I over the tuple of M * P tiles. M is 1, 12, 20 or 28, the last three of Paley's second construction: with
         one more butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), at half of the additions."""
-        for s in tl.static_range(16):
-            if LEAST <= 1 << s and 1 << s < P * (1 + (M > 1)):
-                n = ()
-                for i in tl.static_range(M * P):
-                    n = n + (t[i ^ (1 << s)] - t[i] if (i >> s) & 1 else t[i] + t[i ^ (1 << s)],)
-                t = n
+        t = _levels(t, M * P, LEAST, P * (1 + (M > 1)))
         if M == 20:
             t = _grid(t, P)
         elif M > 1:
@@ -525,11 +521,8 @@ if triton is not None:
         row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
         rows, part = row[:, None] * D + tl.program_id(1) * CW, tl.program_id(1) * CW
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
-        ok = (row < N)[:, None]
-        live = None
-        if CW > C:
-            live = tl.arange(0, W) < C
-            ok = ok & live[None, :]
+        live = tl.arange(0, W) < C if CW > C else None
+        ok = (row < N)[:, None] & live[None, :] if CW > C else (row < N)[:, None]
         t = _load_tiles(x + rows, at, ok, M * P)
         if pre is not None:
             n = ()
@@ -621,16 +614,6 @@ if triton is not None:
             return (high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), low
 
     @triton.jit
-    def _pieces_across(t, M: tl.constexpr, P: tl.constexpr):
-        n = ()
-        for i in tl.static_range(M):
-            u = ()
-            for j in tl.static_range(P):
-                u = u + (t[i * P + j],)
-            n = n + _across(u, 1, P, 1)
-        return n
-
-    @triton.jit
     def _dots(t, signs, K: tl.constexpr, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr, EXACT: tl.constexpr):
         "A tuple of M * P tiles (512,), as IN has their numbers, in 16 bits or fp32, times H, in fp32, as OUT has them; or BACK from OUT to IN"
         WIDE: tl.constexpr = t[0].dtype == tl.float32
@@ -639,7 +622,7 @@ if triton is not None:
         ML: tl.constexpr = 1 if BACK else M                # blocks along and across
         MR: tl.constexpr = M if BACK else 1
         if BACK:
-            t = _pieces_across(t, M, P)
+            t = _levels(t, M * P, 1, P)
         high, low = (), ()
         for i in tl.static_range(M * P):
             y = tl.reshape(t[i], (2, 2, 2, 2, 2, 2, 2, 2, 2))
@@ -678,7 +661,7 @@ if triton is not None:
                 y = tl.reshape(y, (2, 2, 2, 2, 2, 2, 2, 2, 2))
                 y = tl.permute(y, (0, 8, 2, 3, 4, 6, 7, 1, 5) if BACK else (0, 8, 2, 3, 4, 6, 7, 5, 1))
             n = n + (tl.reshape(y, (512,)),)
-        return n if BACK else _pieces_across(n, M, P)
+        return n if BACK else _levels(n, M * P, 1, P)
 
     @triton.jit
     def _hadamard_dot_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
@@ -723,11 +706,8 @@ if triton is not None:
         row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
         rows = row[:, None] * D
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
-        ok = (row < N)[:, None]
-        live = None
-        if CW > C:
-            live = tl.arange(0, W) < C
-            ok = ok & live[None, :]
+        live = tl.arange(0, W) < C if CW > C else None
+        ok = (row < N)[:, None] & live[None, :] if CW > C else (row < N)[:, None]
         ahead = _load_tiles(residual + rows, to, ok, M * P)  # before any store: after one it would wait, as the addresses might be equal
         t = _transform(_load_tiles(x + rows, at, ok, M * P), R, M, P, W, INNER, V, TURN)
         unit = _signs(scale, M, P, W, INNER, V, TURN)
@@ -771,9 +751,7 @@ if triton is not None:
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         back = _places(M, P, C, CW, W, INNER, V, TURN + 2)
         unit, unit_back = _signs(scale, M, P, W, INNER, V, TURN), _signs(scale, M, P, W, INNER, V, TURN + 1)
-        live = None
-        if CW > C:
-            live = tl.arange(0, W) < C
+        live = tl.arange(0, W) < C if CW > C else None
         dw = (tl.zeros((R, W), tl.float32),) * (M * P)
         db = dw
         da = dw
@@ -781,17 +759,11 @@ if triton is not None:
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
             row = block * R + tl.arange(0, R).to(tl.int64)
             rows = row[:, None] * D
-            ok = (row < N)[:, None]
-            if CW > C:
-                ok = ok & live[None, :]
+            ok = (row < N)[:, None] & live[None, :] if CW > C else (row < N)[:, None]
             mean = tl.load(stats + row, mask=row < N, other=0.0)[:, None]
             rstd = tl.load(stats + N + row, mask=row < N, other=0.0)[:, None]
-            xs, ys, gs, rs = (), (), (), ()
-            for i in tl.static_range(M * P):  # all loads first, as above
-                xs = xs + (tl.load(x + rows + at[i][None, :], mask=ok, other=0.0),)
-                ys = ys + (tl.load(out + rows + to[i][None, :], mask=ok, other=0.0),)
-                gs = gs + (tl.load(dnormed + rows + to[i][None, :], mask=ok, other=0.0),)
-                rs = rs + (tl.load(dout + rows + to[i][None, :], mask=ok, other=0.0),)
+            xs, ys = _load_tiles(x + rows, at, ok, M * P), _load_tiles(out + rows, to, ok, M * P)  # all loads first, as above
+            gs, rs = _load_tiles(dnormed + rows, to, ok, M * P), _load_tiles(dout + rows, to, ok, M * P)
             nw, nb = (), ()
             a = tl.zeros((R, W), tl.float32)
             b = tl.zeros((R, W), tl.float32)
@@ -844,9 +816,7 @@ if triton is not None:
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         back = _places(M, P, C, CW, W, INNER, V, TURN + 2)
         unit, unit_back = _signs(scale, M, P, W, INNER, V, TURN), _signs(1.0, M, P, W, INNER, V, TURN + 1)
-        live = None
-        if CW > C:
-            live = tl.arange(0, W) < C
+        live = tl.arange(0, W) < C if CW > C else None
         da = (tl.zeros((R, W), tl.float32),) * (M * P)  # summed over rows once, at the end
         db = da
         by = ()
@@ -859,9 +829,7 @@ if triton is not None:
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=STAGES):
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
             rows = row[:, None] * D + part
-            ok = (row < N)[:, None]
-            if CW > C:
-                ok = ok & live[None, :]
+            ok = (row < N)[:, None] & live[None, :] if CW > C else (row < N)[:, None]
             gs = _load_tiles(dy + rows, to, ok, M * P)
             t = _transform(_load_tiles(x + rows, at, ok, M * P), R, M, P, W, INNER, V, TURN)
             na, nb = (), ()
@@ -940,8 +908,8 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     n_head nor d / n_head is a power of two; for a mix over more than 64 heads, or heads whose width is no multiple of 8; for d above 65536,
     which would spill. For "backward" and the "norm"s None also where two kernels are better.
     bits: 16 or 32, of one element.
-    kind: "forward", "pre" (the input is scaled first, so it is fp32 by then), "few" (at most _FEW rows), "grads" (of alpha and beta),
-    "backward" (of x as well), "norm", "norm few", "norm backward"."""
+    kind: "forward" (or "pre", the same), "few" (at most _FEW rows), "grads" (of alpha and beta), "backward" (of x as well), "norm",
+    "norm few", "norm backward"."""
     d, n_head = operator.index(d), operator.index(n_head)
     mh, ch = _split_order(n_head)
     mi, ci = (1, 1) if heads_only else _split_order(d // n_head)
@@ -1072,7 +1040,7 @@ def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
             _hadamard_dot_kernel[(triton.cdiv(N, plan["R"] * plan["G"]),)](x, out, alpha, beta, pre, N, scale, **plan, EXACT=not x.is_cuda,
                                                                            num_warps=1, enable_fp_fusion=True)
         elif N:
-            plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N <= _FEW else "forward" if pre is None else "pre")
+            plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N <= _FEW else "forward")
             _hadamard_kernel[(triton.cdiv(N, plan["R"]), _columns(plan))](x, out, alpha, beta, pre, N, scale, **plan, num_warps=warps,
                                                                           enable_fp_fusion=True)
     return out

@@ -145,7 +145,7 @@ def kept(x, p, generator=None):
     if x.device.type != "cpu" or p > 0.99:  # 16 bits, below, hardly tell such p apart
         return x.new_empty(x.shape).bernoulli_(1 - p, generator=generator)
     bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64).random_(-2**63, None, generator=generator)  # a draw of 64 makes four of 16
-    keep = bits.view(torch.int16)[:x.numel()].ge_(min(round(p * 2**16) - 2**15, 2**15 - 1))  # in place: 7 times as fast as to bool
+    keep = bits.view(torch.int16)[:x.numel()].ge_(round(p * 2**16) - 2**15)  # in place: 7 times as fast as to bool
     return keep.view(x.shape).to(x.dtype)
 
 
