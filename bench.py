@@ -1177,7 +1177,7 @@ def bench_train(args):
     peak, source = peak_flops(m)
     alone = args.models == ["shaq"]
     common = settings("shaq" if alone else "gpt", args.set or "", "--set")
-    if own := {"dataset", "data_dir", "max_steps", "eval_tokens", *(["preset"] if alone else ["size", "attn", "attn_out"])} & set(common):
+    if own := {"dataset", "data_dir", *(["preset"] if alone else ["size", "attn", "attn_out"])} & set(common):
         die(f"train chooses {', '.join(sorted(own))} itself: drop it from --set, and name what to time in --sizes, --presets")
     groups = []  # (kind, vocabulary, {name: settings}); the first of a group is what the others are compared with
     if "gpt" in args.models:
