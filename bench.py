@@ -565,6 +565,8 @@ def bench_compare(args):
         large = "n_embd=256,bptt=128,lr=8e-3,warmup_steps=50,max_steps=1000,mem_len=512,dropout=0"
     default = f"{small},eval_tokens=8192" if m.device.type == "cpu" else f"{large},eval_tokens=65536"
     common = settings(kind, default if args.set is None else args.set, "--set")
+    if args.set and "size" not in common and m.device.type == "cpu":
+        print(f"note: --set takes the place of what runs without it, --set={default}", flush=True)
     variants = [settings(kind, t, "--variant") for t in texts]
     settled = [s | c for s, c in (SCRIPT[kind].settle(common | v, {}, m) for v in variants)]
     for text, v, s in zip(texts, variants, settled):
@@ -614,7 +616,7 @@ def bench_compare(args):
             runs[i].append(dict(
                 model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=t.params,
                 tokens=sum(t.tokens), val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token,
-                tokens_per_s=tokens_per_s, peak_mib=t.peak.mib(), compiled=args.compile, dataset=data.name,
+                tokens_per_s=tokens_per_s, peak_mib=t.peak.mib(), compiled=args.compile, dataset=data.name, settings=t.s | asdict(t.model.config),
                 bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), paper=paper_quality(kind, t), curve=curve))
             record(args, **runs[i][-1])
             warn(f"seed {seed}  {texts[i] or 'default'}: {loss:.4f} {nats(data.bytes_per_token)}, {tokens_per_s:,.0f} tokens/s")

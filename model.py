@@ -63,8 +63,8 @@ class GPTConfig:
 
 
 # To add one: its name here and a branch beside the others'. A new attn_out's branch stands in Attention.forward, before the error, and finds
-# alpha and beta ready; parameters of its own are made in Attention.__init__ and started in GPT.init_weights (flops_per_token counts those of
-# two dimensions). train_gpt.py, compare and scaling take it.
+# alpha and beta ready, in fp32 (identity casts them); parameters of its own are made in Attention.__init__ and started in GPT.init_weights
+# (flops_per_token counts those of two dimensions). train_gpt.py, compare and scaling take it.
 CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])
@@ -372,7 +372,8 @@ class TurnedHeads(torch.autograd.Function):
 
 class Attention(nn.Module):
     """Multi-head attention with four choices in the place of its output projection [1], or Dynamic Value Attention [2]: query B gets
-    sum_A S(B, A) v_R(B, A) over keys A, S = softmax(Q K^T / sqrt(d_h)), causal, with a value v_R that depends on the query, too.
+    sum_A S(B, A) v_R(B, A) over keys A, S = softmax(Q K^T / sqrt(d_h)), causal, with a value v_R that depends on the query, too. (In the
+    shapes below B is the batch.)
 
         dva        v_R(B, A) = v(A) + r(B, A), r(B, A) = q_R(B) * k_R(A), elementwise [2, eq. 6-8]. q_R(B) does not depend on A:
                    sum_A S(B, A) (v(A) + q_R(B) * k_R(A)) = S V + Q_R * (S K_R)                one attention with values [V, K_R]
@@ -1705,6 +1706,8 @@ def load_checkpoint(path, kind=None):
         raise ValueError(f"{path or '(no name)'} does not exist: train a model first, or say where its checkpoint lies (--ckpt, --stage2, or "
                          f"for --resume --out_dir){kept}") from None
     except Exception as e:  # a damaged file can raise anything
+        if os.path.isdir(path):
+            raise ValueError(f"{path} is a folder: name the file, such as {os.path.join(path, 'ckpt.pt')}") from None
         if isinstance(e, (MemoryError, PermissionError)) or re.search("out of memory|can't allocate memory", str(e)):
             raise  # it may be a good file
         raise ValueError(f"{path} is no checkpoint of these scripts, or a damaged one ({type(e).__name__}): "
@@ -1737,7 +1740,9 @@ def sample_text(model, tokenizer, prompt, n, temperature=0.8, top_k=50, seed=0):
     with torch.inference_mode():
         out = model.generate(idx, n, temperature, top_k, generator=torch.Generator().manual_seed(seed))
     out = out[0] if isinstance(out, tuple) else out  # SHAQ also returns its state
-    return decode(tokenizer, [i for i in out[0].tolist() if i < VOCAB_SIZE[tokenizer]])  # a GPT's vocabulary is padded
+    text = decode(tokenizer, [i for i in out[0].tolist() if i < VOCAB_SIZE[tokenizer]])  # a GPT's vocabulary is padded
+    # a model that has learnt little also draws what rings and clears a terminal
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text) if sys.stdout.isatty() else text
 
 
 def main():

@@ -352,6 +352,8 @@ class StopSignal:
     def receive(self, number, frame):
         if not self.number:
             self.number, self.at = number, time.monotonic()
+            with contextlib.suppress(OSError):  # nobody may read it any more
+                os.write(2, b"\nstopping after this step or evaluation; a second time: at once, without saving\n")  # print() may be at work
         elif time.monotonic() > self.at + 1:
             raise KeyboardInterrupt
 
@@ -856,7 +858,7 @@ def main(argv=None):
         else:
             prepare(folder, name, tokenizer, *fetch(dataset, folder, url, args.from_file), source.percent)
     place = "" if args.data_dir == "data" else f" --data_dir={quote(args.data_dir)}"
-    report(f"next: python train_gpt.py --dataset={name}{place}")
+    report(f"next: python train_gpt.py --dataset={name}{place}" + f" --out_dir=out/{name}" * bool(args.input))
 
 
 if __name__ == "__main__":

@@ -2544,6 +2544,14 @@ def test_train_resumes_with_micro_batches_that_divide_where_the_stored_ones_do_n
     assert "tokens = 2 micro-batches x 3 sequences" in ended(train("--resume", "--max_steps=2"))[1]
 
 
+def test_train_says_that_so_little_text_is_read_too_often(train, monkeypatch):
+    monkeypatch.setattr(train_gpt, "StopSignal", stops(1))
+    said = [train("--batch_tokens=65536", f"--max_steps={n}", "--micro_batch=64", out=str(n))[1] for n in (400, 30)]
+    steps = int(re.search("training tokens .*, ([0-9]+) steps an epoch", said[0])[1])
+    assert f"note: {400 / steps:.0f} epochs of so little text: validation loss will rise again; --max_steps={16 * steps} takes 16" in said[0]
+    assert "so little text" not in said[1]
+
+
 def test_train_micro_batches_do_not_change_the_curve(train):
     logs = [train("--dropout=0", f"--micro_batch={n}", out=f"out{n}")[3] for n in (1, 4, 99)]
     assert logs[2][0]["settings"]["micro_batch"] == 99  # not 8, all that there are here: resumed elsewhere it may be more
@@ -3528,7 +3536,7 @@ def test_shaq_collapse_changes_nothing_but_the_count():
     assert n - sum(small.param_breakdown().values()) == 2 * (2 * 16 * 16 + 2 * 16)
 
 
-def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, sampled):
+def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, sampled, monkeypatch):
     model = tiny_shaq(vocab_size=256)
     save_model(tmp_path / "ckpt.pt", model)
     ids = model.generate(torch.tensor([list(b"def ")]), 60, 0.8, 50, generator=torch.Generator().manual_seed(7))[0][0].tolist()
@@ -3539,6 +3547,10 @@ def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, sampl
     texts = [sampled(tmp_path / "ckpt.pt", "--tokens=40", *flags) for flags in (["--temperature=0"], ["--temperature=9", "--top_k=1"],
                                                                  ["--temperature=9", "--top_k=0"])]
     assert texts[0] == texts[1] != texts[2]
+    monkeypatch.setattr(pd, "decode", lambda tokenizer, ids: "a\x1b[2J\a\tü\n\x9b")
+    assert model_py.sample_text(model, "byte", "a", 1) == "a\x1b[2J\a\tü\n\x9b"
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))  # a terminal, which this would clear
+    assert model_py.sample_text(model, "byte", "a", 1) == "a\ufffd[2J\ufffd\tü\n\ufffd"
 
 
 @pytest.mark.parametrize("preset", ["sharnn", "shaq", "mean_mem"])
@@ -4162,6 +4174,7 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         one_line(train_shaq_here(f"--stage2={tmp_path / 'gpt2.pt'}"), "gpt2.pt was trained on mine (", "gpt2 tokens", "byte tokens")
         torch.save({k: v for k, v in best.items() if k != "state"}, tmp_path / "less.pt")
         one_line(train_shaq_here(f"--stage2={tmp_path / 'less.pt'}"), "less.pt is no checkpoint of these scripts")
+    one_line(train_shaq_here(f"--stage2={tmp_path}"), "is a folder: name the file, such as ", "ckpt.pt")
 
 
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
@@ -4645,7 +4658,7 @@ def test_data_own_text_splits_and_drops_the_byte_order_mark(tmp_path, capsys, mo
     (tmp_path / "b.bin").write_bytes(raw[-256:])
     argv = ["--input", str(tmp_path / "a.txt"), str(tmp_path / "b.bin"), "--name=mine", f"--data-dir={tmp_path / 'd'}"]
     pd.main(argv)
-    assert f"train_gpt.py --dataset=mine --data_dir={shlex.quote(str(tmp_path / 'd'))}\n" in capsys.readouterr().out
+    assert f"train_gpt.py --dataset=mine --data_dir={shlex.quote(str(tmp_path / 'd'))} --out_dir=out/mine\n" in capsys.readouterr().out
     d = pd.load_dataset("mine", str(tmp_path / "d"))
     assert np.concatenate([d.train[:], d.val[:]]).astype(np.uint8).tobytes() == raw
     assert len(d.train) == len(raw) * 9 // 10
@@ -4828,7 +4841,7 @@ def test_data_inputs_add_up_without_byte_order_marks(tmp_path, capsys, monkeypat
     assert (tmp_path / "x/train.bin").read_bytes() == before
     monkeypatch.chdir(tmp_path)
     pd.main(["--input", "a", "--name=z"])
-    assert capsys.readouterr().out.endswith("train_gpt.py --dataset=z\n") and os.path.exists("data/z/meta.json")
+    assert capsys.readouterr().out.endswith("train_gpt.py --dataset=z --out_dir=out/z\n") and os.path.exists("data/z/meta.json")
 
 
 def test_data_one_process_at_a_time_prepares_a_folder(corpus):
@@ -5191,8 +5204,10 @@ def test_data_small_promises(toy, monkeypatch, capsys):
     assert handled == [signal.SIGINT, signal.SIGTERM] * 2 + [signal.SIGHUP]
     stop, now = pd.StopSignal(), [5.0]
     monkeypatch.setattr(pd, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(os, "write", lambda fd, text: handled.append((fd, text)))
     stop.receive(15, None)
     stop.receive(15, None)  # torchrun passes on what the process was sent already
+    assert handled[-1][0] == 2 and handled[-1][1].startswith(b"\nstopping after this step") and len(handled) == 9  # said once, and at once
     now[0] = 7.0
     with pytest.raises(KeyboardInterrupt):  # a second signal of a person ends it at once
         stop.receive(2, None)
@@ -5583,7 +5598,9 @@ def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data, capsys, mon
         if model == "shaq":
             assert [r["preset"] for r in (a, b)] == ["sharnn", "shaq"] and [r["paper"] for r in (a, b)] == [1.208, 1.18]
             assert a["tokens"] == 4 * sum(train_shaq.window_length(7, i, 16) for i in range(a["steps"]))
-            assert "| `preset=shaq` |" in (out := capsys.readouterr().out) and f"| {b['steps']} | 1.18 bpc | {b['val_loss']:.4f} |" in out
+            assert "note: --set takes the place of what runs without it, --set=n_embd=64,bptt" in (out := capsys.readouterr().out)
+            assert [r["settings"]["rnn"] for r in (a, b)] == ["lstm", "qrnn"] and a["settings"]["batch"] == 4  # what ran stands in each record
+            assert "| `preset=shaq` |" in out and f"| {b['steps']} | 1.18 bpc | {b['val_loss']:.4f} |" in out
         assert a["seed"] == b["seed"] == 7 and b["steps"] > a["steps"] and abs(b["curve"][-1][3] / a["curve"][-1][3] - 1) < 0.5 / a["steps"]
 
         def took(work, m, rounds, least):

@@ -298,12 +298,15 @@ def main():
     shares = f"{m.world} processes x " if m.world > 1 else ""
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "
         f"a step: {B} x {T} tokens = {shares}{accumulate} micro-batch{'es' * (accumulate > 1)} x {micro} sequences")
+    epochs = s["max_steps"] / (windows.count // B)
     falls = "" if s["schedule"] == "constant" else f" -> {s['min_lr']:g}"
-    say(f"{s['max_steps']} steps, {s['max_steps'] / (windows.count // B):.3g} epochs, lr {s['lr']:g}{falls}, "
+    say(f"{s['max_steps']} steps, {epochs:.3g} epochs, lr {s['lr']:g}{falls}, "
         f"{'compiled' if s['compile'] else 'not compiled'}{', steps as CUDA graphs' * update.on}"
         f"{', micro-batches as CUDA graphs' * update.part.on}; "
         f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
     schedule_notes(s, first, ckpt and ckpt["settings"]["max_steps"], say)
+    if epochs > 50 and not ckpt:
+        say(f"note: {epochs:.0f} epochs of so little text: validation loss will rise again; --max_steps={16 * (windows.count // B)} takes 16")
 
     def save(step):
         "On every rank: none goes on, or leaves, before the file is there"
