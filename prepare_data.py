@@ -352,8 +352,8 @@ class StopSignal:
     def receive(self, number, frame):
         if not self.number:
             self.number, self.at = number, time.monotonic()
-            with contextlib.suppress(OSError):  # nobody may read it any more
-                os.write(2, b"\nstopping after this step or evaluation; a second time: at once, without saving\n")  # print() may be at work
+            with contextlib.suppress(OSError):  # nobody may read it any more. Not by print(), which may be at work
+                os.write(sys.stderr.fileno(), b"\nstopping after this step or evaluation; a second time: at once, without saving\n")
         elif time.monotonic() > self.at + 1:
             raise KeyboardInterrupt
 

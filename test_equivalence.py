@@ -5205,6 +5205,7 @@ def test_data_small_promises(toy, monkeypatch, capsys):
     stop, now = pd.StopSignal(), [5.0]
     monkeypatch.setattr(pd, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(os, "write", lambda fd, text: handled.append((fd, text)))
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(fileno=lambda: 2))
     stop.receive(15, None)
     stop.receive(15, None)  # torchrun passes on what the process was sent already
     assert handled[-1][0] == 2 and handled[-1][1].startswith(b"\nstopping after this step") and len(handled) == 9  # said once, and at once
