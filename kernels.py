@@ -1264,17 +1264,23 @@ def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head
 
 def _norm_backward_torch(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only, dstats=None):
     mean, rstd = stats[:, :, None]                                                         # (N, 1)
-    unit = (out - mean) * rstd                                                             # (N, d)
-    g = dnormed * weight.to(torch.promote_types(weight.dtype, stats.dtype))                # 16 bits times 16 would round, fp16 overflow
-    dy = g - unit * (g * unit).mean(-1, keepdim=True)
-    dy = rstd * (dy if rms else dy - g.mean(-1, keepdim=True)) + dout
-    if dstats is not None:  # from the derivative of this very formula
-        dmean, drstd = dstats[:, :, None] / out.shape[1]
-        dy = dy - unit * rstd ** 2 * drstd + (0 if rms else dmean)
+    weight = weight.to(torch.promote_types(weight.dtype, stats.dtype))                     # 16 bits times 16 would round, fp16 overflow
+    if rms or dstats is not None or torch.is_grad_enabled():  # differentiated again. PyTorch's own derivative takes stats for constants
+        unit = (out - mean) * rstd                                                         # (N, d)
+        g = dnormed * weight
+        dy = g - unit * (g * unit).mean(-1, keepdim=True)
+        dy = rstd * (dy if rms else dy - g.mean(-1, keepdim=True)) + dout
+        dweight, dshift = (dnormed * unit).sum(0, dtype=stats.dtype), dnormed.sum(0, dtype=stats.dtype) if has_shift else None
+        if dstats is not None:  # from the derivative of this very formula
+            dmean, drstd = dstats[:, :, None] / out.shape[1]
+            dy = dy - unit * rstd ** 2 * drstd + (0 if rms else dmean)
+    else:
+        g, y = dnormed.to(weight.dtype), out.to(weight.dtype)
+        dy, dweight, dshift = torch.ops.aten.native_layer_norm_backward(g, y, y.shape[1:], mean, rstd, weight, weight, [True, True, has_shift])
+        dy = dy + dout
     dx = _hadamard(dy if x.dtype == torch.float16 else dy.to(x.dtype), None, None, alpha, scale, n_head, heads_only).to(x.dtype)
     dy = dy.to(out.dtype)
-    dshift = dnormed.sum(0, dtype=stats.dtype) if has_shift else stats.new_empty(0)
-    return dx, dy, *_hadamard_grads(x, dy, scale, n_head, heads_only), (dnormed * unit).sum(0, dtype=stats.dtype), dshift
+    return dx, dy, *_hadamard_grads(x, dy, scale, n_head, heads_only), dweight, dshift if has_shift else stats.new_empty(0)
 
 
 @_operator("hadamard_norm_backward", lambda x, out, stats, dout, dnormed, alpha, weight, has_shift, *_: (
