@@ -531,7 +531,7 @@ def paper_quality(kind, t):
     model that is not theirs"""
     c = asdict(t.model.config)
     if kind == "shaq":
-        figure = ABLATIONS[t.s["preset"]][2]
+        figure = ABLATIONS.get(t.s["preset"], (None,) * 3)[2]
         papers, free = SHAQConfig(**SHAQ_PRESETS[t.s["preset"]]), {"vocab_size", "n_embd", "mem_len", "mean_window", "dropout"}
     else:
         _, dense, hadamard = PERPLEXITY.get(t.s["size"], (None, None, None))
@@ -604,7 +604,8 @@ def bench_compare(args):
     runs, done, total, began = [[] for _ in variants], 0, sum(steps) * args.seeds, time.perf_counter()
     for seed in range(args.seed, args.seed + args.seeds):
         given = dict(make(variants[0], seed).model.named_parameters())
-        for i in [(seed + k) % len(variants) for k in range(len(variants))]:  # each seed begins with another, so warming up favours none
+        for k in range(len(variants)):
+            i = (seed - args.seed + k) % len(variants)  # each seed begins with another, so warming up favours none
             t = make(variants[i], seed, given)
             t.set_steps(steps[i])
             curve, tokens_per_s = t.run(f"run {sum(map(len, runs)) + 1} of {len(variants) * args.seeds}", args.points, (done, total, began))
@@ -1642,7 +1643,7 @@ def plot_compare(plt, rows):
         fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
         for i, name in sorted(variants.items()):
             mine = [r for r in rows if r["index"] == i]
-            hours, paper = ABLATIONS[mine[0]["preset"]][0], mine[0]["paper"]  # None where the paper has no such model
+            hours, paper = ABLATIONS.get(mine[0]["preset"], (None,))[0], mine[0]["paper"]  # None where the paper has no such model
             points = style(i) | dict(ls="", label=name)
             axes[0].plot([r["tokens"] / r["tokens_per_s"] / 60 for r in mine], [r["bits_per_byte"] for r in mine], **points)
             if hours and paper:

@@ -64,7 +64,8 @@ class GPTConfig:
 
 # To add one: its name here and a branch beside the others'. A new attn_out's branch stands in Attention.forward, before the error, and finds
 # alpha and beta ready, in fp32 (identity casts them); parameters of its own are made in Attention.__init__ and started in GPT.init_weights
-# (flops_per_token counts those of two dimensions). train_gpt.py, compare and scaling take it.
+# (flops_per_token counts those of two dimensions). A fixed tensor is a buffer, persistent=False, drawn by a generator of its own: the global
+# one's next numbers are the other weights'. train_gpt.py, compare and scaling take it; prefill, decode and train those in bench.py's OUTS.
 CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])
@@ -719,7 +720,7 @@ class GPT(nn.Module):
                 p.normal_(0.0, 0.02 * branch)
             elif name.endswith("alpha"):
                 # The papers do not say. H keeps a vector's norm, c_proj scales it by 0.02 sqrt(d) branch: with this alpha the residual
-                # stream starts as with the dense layer. With alpha = branch, or 1, the loss is 0.12, or 0.13, nats per byte higher (README)
+                # stream starts as with the dense layer. With alpha = branch it ends 0.05 nats per byte behind that (README)
                 p.fill_(0.02 * len(p) ** 0.5 * branch)
             elif name.startswith(("wte", "wpe", "lm_head")) or name.endswith(("c_attn.weight", "c_fc.weight")):
                 p.normal_(0.0, 0.02)
@@ -929,6 +930,8 @@ class SHAQConfig:
                 raise ValueError(message)
 
 
+# To add a variant: a field of SHAQConfig that is off by default, its branch in SHAQBlock, its flag in train_shaq.py's parse(). compare takes it
+# as --variant preset=shaq,name=value. These are the paper's
 SHAQ_PRESETS = {                                                        # parameters at d = 1024, V = 205    paper
     "sharnn": dict(),                                                   # 53,773,517                         54M
     "no_boom": dict(ff="none"),                                         # 36,963,533                         37M
@@ -1671,6 +1674,8 @@ def lr_at(step, lr, min_lr, warmup_steps, max_steps, schedule="cosine"):
 def schedule_notes(s, first, before, say):
     "What may surprise in the learning rates of these settings, said at the start. before: the checkpoint's max_steps, None for a new run"
     warmup, steps = s["warmup_steps"], s["max_steps"]
+    if before is not None and first >= steps:
+        say(f"note: all {steps} steps are done; --max_steps=N goes on to step N")
     if first < min(warmup, steps) and 2 * warmup > steps:
         say(f"note: {min(warmup, steps)} of {steps} steps are warm-up: lower --warmup_steps, or take more steps")
     if s["schedule"] == "cosine" and before not in (None, steps):

@@ -2070,7 +2070,7 @@ def test_run_learning_rate_schedule():
     for schedule, warmup, first, before, *words in (
             ("cosine", 50, 0, None, "30 of 30 steps are warm-up"), ("cosine", 16, 0, None, "16 of 30 steps"), ("constant", 16, 0, None, "16 of 30"),
             ("cosine", 15, 0, None), ("cosine", 16, 16, 30), ("constant", 2, 12, 60), ("cosine", 20, 12, 60, "20 of 30 steps"),
-            ("cosine", 2, 16, 30), ("cosine", 50, 30, 30), ("cosine", 2, 16, 60, "now ends at step 30, not 60", "at 5.24e-01, not 8.73e-01")):
+            ("cosine", 2, 16, 30), ("cosine", 50, 30, 30, "all 30 steps are done"), ("cosine", 2, 16, 60, "now ends at step 30, not 60", "at 5.24e-01, not 8.73e-01")):
         said, settings = [], dict(lr=1.0, min_lr=0.1, warmup_steps=warmup, max_steps=30, schedule=schedule)
         model_py.schedule_notes(settings, first, before, said.append)
         assert len(said) == bool(words) and all(w in said[0] for w in words), (schedule, warmup, first, before, said)
@@ -5487,7 +5487,7 @@ def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
     assert "paper" not in capsys.readouterr().out  # which has no figure for such prompts
 
 
-def test_bench_prints_a_papers_figure_beside_the_papers_model_alone():
+def test_bench_prints_a_papers_figure_beside_the_papers_model_alone(monkeypatch):
     def quality(kind, name, **changed):
         config = (GPTConfig(**SIZES[name] | changed) if kind == "gpt" else SHAQConfig(**SHAQ_PRESETS[name] | changed))
         return bench.paper_quality(kind, SimpleNamespace(s=dict(size=name, preset=name), model=SimpleNamespace(config=config)))
@@ -5498,6 +5498,8 @@ def test_bench_prints_a_papers_figure_beside_the_papers_model_alone():
     assert not any([quality("gpt", "tiny"), quality("gpt", "small", attn_out="identity"), quality("gpt", "small", attn="dva"),
                     quality("gpt", "small", mlp="none"), quality("gpt", "small", n_layer=1), quality("shaq", "shaq", rnn="lstm"),
                     quality("shaq", "sharnn", attn_layers=(2,))])
+    monkeypatch.setitem(SHAQ_PRESETS, "mine", dict(ff="none"))
+    assert quality("shaq", "mine") is None
 
 
 def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data, capsys, monkeypatch):
@@ -5509,8 +5511,8 @@ def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data
     monkeypatch.setattr(bench.Peak, "mib", lambda peak, mib=itertools.count(1): next(mib))  # as on a GPU
     rows = bench_run(tmp_path, "compare", "--variant=lr=4e-3", "--variant=lr=4e-3", "--variant=lr=4e-4", common(bench_data, GPT_SET),
                      "--seeds=3", "--points=2")
-    assert [(r["seed"], r["index"]) for r in rows] == [(seed, (seed + k) % 3) for seed in (1, 2, 3) for k in range(3)]  # each is first once
-    assert len(asked) == 1 and [r["variant"] for r in rows[:3]] == ["lr=4e-3", "lr=4e-4", "lr=4e-3"]
+    assert [(r["seed"], r["index"]) for r in rows] == [(seed, (seed - 1 + k) % 3) for seed in (1, 2, 3) for k in range(3)]  # each is first once
+    assert len(asked) == 1 and [r["variant"] for r in rows[:3]] == ["lr=4e-3", "lr=4e-3", "lr=4e-4"]
     n = bench.count_params("gpt", **SMALL, block_size=32, vocab_size=256)
     assert {(r["params"], r["steps"], r["tokens"]) for r in rows} == {(n, 12, 12 * 256)}
     loss = [[r["val_loss"] for r in sorted(rows, key=lambda r: r["seed"]) if r["index"] == i] for i in range(3)]
