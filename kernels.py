@@ -134,7 +134,7 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
     H = _paley(m) if m > 1 else torch.ones(1, 1, dtype=torch.int8, device="cpu")
     while len(H) < n:
         H = torch.kron(H, H.new_tensor([[1, 1], [1, -1]]))
-    return H.to(device=device, dtype=dtype)
+    return H.to(device=device or torch.get_default_device(), dtype=dtype)
 
 
 # -----------------------------------------------------------------------------
@@ -1360,7 +1360,8 @@ def hadamard_transform(x, scale=1.0):
     x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype; on the Triton path sums are
     fp32. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it
     orthogonal. Unlike that package's, d = 768 is the true H_768, not a cut-off H_1024. For d = 2^k H is the package's, for 12 * 2^k
-    that of its hadamard_transform_12N; its 20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Raises
+    that of its hadamard_transform_12N; its 20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Before it is
+    scaled x H may reach d times the largest |x|, which fp32 and bf16 hold up to 3.4e38. Raises
     ValueError for an order that does not exist (not on meta), TypeError for another dtype or a scale that wants a gradient,
     NotImplementedError under forward-mode differentiation.
     """

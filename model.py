@@ -143,9 +143,9 @@ def product_dtype(x):
 
 def kept(x, p, generator=None):
     "1 where dropout keeps x, with probability 1 - p, else 0: of x's shape, dtype and device"
-    if x.device.type != "cpu" or p > 0.99:  # 16 bits, below, hardly tell such p apart
+    if x.device.type != "cpu" or not 0.01 < p < 0.99:  # 16 bits, below, hardly tell other p apart
         return x.new_empty(x.shape).bernoulli_(1 - p, generator=generator)
-    bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64).random_(-2**63, None, generator=generator)  # a draw of 64 makes four of 16
+    bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64, device="cpu").random_(-2**63, None, generator=generator)  # 64 bits make 4 x 16
     keep = bits.view(torch.int16)[:x.numel()].ge_(round(p * 2**16) - 2**15)  # in place: 7 times as fast as to bool
     return keep.view(x.shape).to(x.dtype)
 
@@ -542,11 +542,12 @@ class HeadLoss(torch.autograd.Function):
         return loss / count
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        if not ctx.saved_tensors:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # once_differentiable would let a gradient pass for a constant
+            raise NotImplementedError("HeadLoss is differentiable once, and create_graph=True asks for more: take F.cross_entropy(x @ W.T, ..)")
+        if not (saved := ctx.saved_tensors):  # read once, as checkpointing wants
             raise RuntimeError("HeadLoss: grads=False promised that no backward pass would follow: pass torch.is_grad_enabled()")
-        dx, dw = ctx.saved_tensors
+        dx, dw = saved
         one = False
         if g.device.type == "cpu" and not torch.compiler.is_compiling():
             with contextlib.suppress(RuntimeError):  # a fake tensor's, or under vmap
@@ -561,7 +562,7 @@ class HeadLoss(torch.autograd.Function):
 
 def cross_entropy(logits, targets):
     "Mean over targets (B, T) that are not -100, in nats, of logits (B, T, V); in fp32 or wider"
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), targets.flatten().long())
 
 
 def breakdown(model, parts):
