@@ -513,7 +513,9 @@ if triton is not None:
             t = t + (tiles[i].to(tl.float32),)
         return _inner(t, R, M, P, W, V, TURN) if INNER else _across(t, M, P, 1)
 
-    @triton.jit
+    # N is not specialised, here as below: no instruction would be the better for it, and Triton would compile a kernel each for 1, for multiples
+    # of 16 and for other numbers of rows, in the middle of a run
+    @triton.jit(do_not_specialize=["N"])
     def _hadamard_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
                          C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr,
                          TURN: tl.constexpr):
@@ -663,7 +665,7 @@ if triton is not None:
             n = n + (tl.reshape(y, (512,)),)
         return n if BACK else _levels(n, M * P, 1, P)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["N"])
     def _hadamard_dot_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
                              G: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, MS: tl.constexpr, PS: tl.constexpr, K: tl.constexpr,
                              EXACT: tl.constexpr):
@@ -696,7 +698,7 @@ if triton is not None:
                 ok = to < tl.minimum(tl.maximum(N - row - g * R, 0), R).to(tl.int32) * D
                 tl.store(out + (row + g * R) * D + (i // P * MS + i % P * PS) + to, y.to(out.dtype.element_ty), mask=ok)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["N"])
     def _hadamard_norm_kernel(x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, D: tl.constexpr, M: tl.constexpr,
                               P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
                               V: tl.constexpr, TURN: tl.constexpr, RMS: tl.constexpr):
@@ -738,7 +740,7 @@ if triton is not None:
         tl.store(stats + row, mean, mask=row < N)
         tl.store(stats + N + row, rstd, mask=row < N)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["N"])
     def _hadamard_norm_backward_kernel(x, out, stats, dout, dnormed, dresidual, dx, dalpha, dbeta, dweight, dshift, alpha, weight, N,
                                        scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr,
                                        W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr,
@@ -804,7 +806,7 @@ if triton is not None:
             if dshift is not None:
                 tl.store(dshift + part + to[i], tl.sum(db[i], 0), mask=live)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["N"])
     def _hadamard_grads_kernel(x, dy, dx, alpha, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
                                C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
                                V: tl.constexpr, TURN: tl.constexpr):
@@ -851,7 +853,7 @@ if triton is not None:
             tl.store(dalpha + part + to[i], tl.sum(da[i] * unit[i % 2], 0), mask=live)
             tl.store(dbeta + part + to[i], tl.sum(db[i], 0), mask=live)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["N"])
     def _hadamard_dot_grads_kernel(x, dy, dx, alpha, dalpha, dbeta, signs, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
                                    R: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, MS: tl.constexpr, PS: tl.constexpr, K: tl.constexpr,
                                    EXACT: tl.constexpr):
@@ -1069,9 +1071,9 @@ def _programs(N, plan, warps, device, kind):
     few = 32 if kind == "backward" or kind == "grads" and plan["INNER"] else 48 if kind == "grads" else 0
     if kind == "norm backward" and not plan["INNER"]:
         few = 16 if plan["W"] > 64 else 12  # 16 heads of 64 take 188 registers
-    if "K" in plan and _capability(device) in ((8, 0), (12, 0)):  # there 32 take up to 188 registers, elsewhere 168 at most
+    if "K" in plan and (_capability(device) == (8, 0) or _capability(device)[0] == 12):  # there 32 take up to 188 registers, elsewhere 168 at most
         few = 16
-    held = 8 if numbers > few else 16 if kind == "grads" and plan["INNER"] else 12
+    held = 8 if numbers > few else 16 if kind == "grads" and plan["INNER"] and warps == 1 else 12  # several warps a row: up to 168
     return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, held // warps))
 
 
@@ -1378,7 +1380,8 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     gradients are in their own. Returns x's shape and dtype. Another shape, or an n_head that does not divide d, is a ValueError.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d. For most sizes that is the same matrix; for all, the inner factor H_(d/h) can be
     folded into the value projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
-    On tensor cores (16-bit rows of most widths from 256 to 4096) alpha's gradient holds 16 bits of x @ H, an error of some 5e-6.
+    On tensor cores (16-bit rows of most widths from 256 to 4096) alpha's gradient holds 16 bits of x @ H, an error of some 5e-6, and
+    a row with an infinite number, or a sum beyond fp32's range, is all NaN.
     """
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)
@@ -1632,7 +1635,7 @@ if triton is not None:
             x = x + (tl.load(z_ptr + at, m, 0.0),)
         return x
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["B", "T"])
     def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, sb, L, H: tl.constexpr,
                            ST: tl.constexpr, ACT: tl.constexpr, SUMMARY: tl.constexpr, SEGMENTED: tl.constexpr, PTX: tl.constexpr,
                            U: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
@@ -1659,6 +1662,8 @@ if triton is not None:
         if SEGMENTED:
             c = _fo_compose(c, sum_ptr + row, B * H, segs * B * H, seg, live, U)
         n = tl.minimum(T - seg * L, L)
+        if SUMMARY:
+            n *= (seg < segs - 1).to(tl.int32)  # nobody reads the last segment's map
         t, left = (seg * L).to(tl.int64) + s * U, (n - s * U) * live[None, :].to(tl.int32)  # left (S, D): the interpreter cannot broadcast
         at, to, edge = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], (t // U * B + b) * H + i[None, :]  # masks of scalars
         # One step in flight at a time would be bound by latency, 20 times off the memory's rate. So each step is loaded a round ahead, f and z
@@ -1691,7 +1696,7 @@ if triton is not None:
         elif seg == segs - 1:
             tl.store(c_last_ptr + row, c, live)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["B", "T"])
     def _fo_backward_kernel(z_ptr, f_ptr, o_ptr, edge_ptr, dh_ptr, dc_last_ptr, dz_ptr, df_ptr, do_ptr, dc0_ptr, sum_ptr, B, T, sb, db, L,
                             H: tl.constexpr, ST: tl.constexpr, DT: tl.constexpr, ACT: tl.constexpr, SUMMARY: tl.constexpr,
                             SEGMENTED: tl.constexpr, PTX: tl.constexpr, U: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
@@ -1716,6 +1721,8 @@ if triton is not None:
         if SEGMENTED:
             e = _fo_compose(e, sum_ptr + (segs - 1) * B * H + row, -B * H, segs * B * H, segs - 1 - seg, live, U)
         n = tl.minimum(T - seg * L, L)
+        if SUMMARY:
+            n *= (seg > 0).to(tl.int32)  # nor, backward, the first's
         chunks = tl.cdiv(n, W)
         t = (seg * L + (chunks - 1) * W).to(tl.int64) + s * U
         at, to, out = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], b * db + t * DT + i[None, :]  # z, f, o; dh; dz, df, do
@@ -1935,7 +1942,7 @@ def qrnn_pool(gates, c0=None):
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["T", "h"])
     def _rope_backward_kernel(dx_ptr, cos_ptr, sin_ptr, out_ptr, T, h, sb, sh, st, C, w: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
                               U: tl.constexpr):
         """One program: R positions of one batch row in U heads, of dx (B, h, T, w), strides sb, sh, st, 1, into rows of out, C apart.

@@ -854,12 +854,15 @@ def test_hadamard_takes_tensor_cores_where_they_are_and_fit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 100)
     capability_of = kernels._capability.__wrapped__
-    for capability, hip, has, programs in (((9, 0), None, True, 1200), ((8, 0), None, True, 800), ((7, 5), None, False, None),
-                                           ((9, 4), "6.4", False, None)):
+    for capability, hip, has, programs in (((9, 0), None, True, 1200), ((8, 0), None, True, 800), ((12, 1), None, True, 800),
+                                           ((7, 5), None, False, None), ((9, 4), "6.4", False, None)):
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(kernels, "_capability", lambda device: capability_of(GPU))
         plan = kernels._by_dots(x, 16, False, "backward")
         assert (plan is not None) == has and (not plan or kernels._programs(2 ** 16, plan, 1, GPU, "backward") == programs)
+    for d, programs in ((1024, 1600), (4096, 300), (8192, 100)):  # as many as fit beside each other, of 128, 168 and 182 registers a thread
+        plan, warps = kernels._plan(d, 1, False, 16, "grads")
+        assert kernels._programs(2 ** 16, plan, warps, GPU, "grads") == programs
     monkeypatch.undo()
     with torch.device("meta"):  # as torch.set_default_device would have it
         assert kernels._dot_plan.__wrapped__(1024, 16) == kernels._dot_plan(1024, 16)
