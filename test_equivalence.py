@@ -3257,16 +3257,10 @@ def attention_loop(attn, h, keys, drop=lambda x: x):
     return out
 
 
-SHAQ_COUNTS = dict(
-    sharnn=(54, 53_773_517), no_boom=(37, 36_963_533), ffn=(71, 70_554_829), qrnn=(45, 45_364_429), mean_mem=(53, 53_773_517),
-    no_gates=(51, 51_671_245), attn1=(54, 53_773_517), attn2=(54, 53_773_517), attn3=(54, 53_773_517), attn4=(54, 53_773_517),
-    layers3_heads2=(41, 41_172_173), layers2_heads2=(29, 28_570_829), layers2=(29, 28_570_829), shaq=(26, 26_452_173))
-
-
 @pytest.mark.parametrize("preset", SHAQ_PRESETS)
-def test_shaq_parameter_counts_are_the_papers(preset):
-    (millions, exact), config = SHAQ_COUNTS[preset], SHAQConfig(**SHAQ_PRESETS[preset])
-    assert list(SHAQ_COUNTS) == list(SHAQ_PRESETS)
+def test_shaq_parameter_counts_by_hand(preset):
+    "The papers' figures stand beside them in test_bench_params_are_the_papers"
+    config = SHAQConfig(**SHAQ_PRESETS[preset])
     attends = dict(attn1=1, attn2=2, attn4=4, layers2=2, layers2_heads2=2).get(preset, 3)  # what no count tells
     assert (config.attn_layers, config.n_head) == ((attends,), 2 if "heads2" in preset else 1)
     assert (config.memory, config.mem_len) == ("mean" if preset == "mean_mem" else "full", 5000)
@@ -3278,9 +3272,7 @@ def test_shaq_parameter_counts_are_the_papers(preset):
     block = 2 * d + {"lstm": 8 * d * d + 8 * d, "qrnn": 6 * d * d + 3 * d}[config.rnn]
     block += {"none": 0, "boom": 4 * d + 4 * d * d + 4 * d, "ffn": 4 * d + 8 * d * d + 5 * d}[config.ff]
     attention = 4 * d + d * d + d + 2 * d + (3 * d + 2 * d * d + 2 * d) * config.gates
-    assert total == exact == config.n_layer * block + attention + V * d + V == sum(parts.values())
-    truncated = preset in ("mean_mem", "no_gates")          # the paper truncates these two
-    assert millions == (total // 10**6 if truncated else round(total / 1e6))
+    assert total == config.n_layer * block + attention + V * d + V == sum(parts.values())
     if preset == "sharnn":
         assert total + 24_576 == 53_798_093                 # the published code's dead parameters
         assert parts["overparam"] == 2_099_200
