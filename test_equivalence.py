@@ -3167,17 +3167,6 @@ def test_fopool_keeps_no_graph_over_time():
     assert h.grad_fn is c.grad_fn and h.grad_fn.next_functions[0][0].name() == "torch::autograd::AccumulateGrad"
 
 
-def test_fopool_is_exported_for_a_length_that_is_free():
-    class Pool(torch.nn.Module):
-        def forward(self, gates):
-            return kernels.qrnn_pool(gates)[0]
-
-    free = torch.export.export(Pool(), (torch.randn(2, 5, 12),), dynamic_shapes=({1: torch.export.Dim("T", min=2)},)).module()
-    for T in (5, 16, 17, 40):
-        gates = torch.randn(2, T, 12)
-        assert torch.equal(free(gates), Pool()(gates))
-
-
 def test_fopool_errors_are_one_line():
     x = torch.randn(2, 5, 6)
     for call, kind in ((lambda: kernels.fo_pool(x, x, x[:, :4]), ValueError),
@@ -3756,14 +3745,6 @@ def test_shaq_takes_a_recurrence_whose_state_is_one_tensor():
     whole, _ = model(idx)
     first, state = model(idx[:, :5])
     torch.testing.assert_close(torch.cat((first, model(idx[:, 5:], state=state)[0]), 1), whole)
-
-
-def test_shaq_is_exported_for_a_free_number_of_streams():
-    model = tiny_shaq("shaq")
-    free = torch.export.export(model, (torch.randint(11, (2, 6)),), dynamic_shapes=dict(idx={0: torch.export.Dim("B", min=1)})).module()
-    for B in (1, 5):
-        idx = torch.randint(11, (B, 6))
-        torch.testing.assert_close(free(idx)[0], model(idx)[0])
 
 
 def test_lamb_leaves_parameters_without_gradient_survives_a_zero_gradient_and_waits_for_no_device():
