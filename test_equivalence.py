@@ -3733,20 +3733,6 @@ def test_shaq_impossible_settings_and_states_are_one_line():
         refuses(m.init_weights, name, kind=RuntimeError)
 
 
-def test_shaq_takes_a_recurrence_whose_state_is_one_tensor():
-    class GRU(nn.GRU):
-        def forward(self, h, state=None):
-            x, state = super().forward(h, state if state is None else state[None])
-            return x, state[0]
-
-    model, idx = tiny_shaq("shaq"), torch.randint(11, (2, 8))
-    for block in model.blocks:
-        block.rnn = GRU(model.config.n_embd, model.config.n_embd, batch_first=True)
-    whole, _ = model(idx)
-    first, state = model(idx[:, :5])
-    torch.testing.assert_close(torch.cat((first, model(idx[:, 5:], state=state)[0]), 1), whole)
-
-
 def test_lamb_leaves_parameters_without_gradient_survives_a_zero_gradient_and_waits_for_no_device():
     params = lamb_parameters()[:4]
     before = [p.detach().clone() for p in params]
