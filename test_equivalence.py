@@ -152,6 +152,7 @@ def seeded():
     torch.manual_seed(0)
     RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state  # the same whichever tests ran before
     torch.set_float32_matmul_precision("highest")  # a run on a GPU, in an earlier test, has set another
+    torch._dynamo.reset()  # what earlier tests compiled
 
 
 # -----------------------------------------------------------------------------
@@ -552,7 +553,6 @@ def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
         y = hadamard_affine(x.detach(), alpha, beta, n_head, heads_only)  # dx is not wanted, and not made
         assert error(torch.autograd.grad(y, alpha, dy)[0], exact[1]) < 100 * eps and len(calls) == 1
         calls.clear()
-    torch._dynamo.reset()
     torch.autograd.grad(torch.compile(hadamard_affine, backend="aot_eager")(x, alpha, beta, n_head, heads_only), (x, alpha, beta), dy)
     assert calls == [dtype != torch.float16]  # compiled, too: on a GPU the backward pass of training is one kernel
     with monkeypatch.context() as m:
@@ -591,7 +591,6 @@ MIXED = [[(n, 16), (48, 16), (48,), (48,), (48,)] for n in (7, 9, 30)]
     (under_autocast(pooled), [[(3, T, 6), (12, 6), (3, 4)] for T in (5, 21, 33)])])
 def test_operators_compile_whole_and_once_for_inputs_of_any_size(f, shapes, monkeypatch):
     "To the same values and gradients. The second size may make another graph: dynamo learns what is a constant, and what is none"
-    torch._dynamo.reset()
     monkeypatch.setattr(kernels, "_on_triton", lambda x, *how: kernels._plan(x.shape[1], *how, 32) is None)  # asks as on a GPU, then: no
     made, counts, aot, low = [], [], torch._dynamo.lookup_backend("aot_eager"), f.__name__ == "call"
     compiled = torch.compile(f, fullgraph=True, dynamic=None if low else True, backend=lambda *a: made.append(a) or aot(*a))
@@ -1237,7 +1236,6 @@ def test_gpt_fold_hadamard_keeps_dtypes_mode_and_what_was_put_there_later():
 
 @pytest.mark.parametrize("attn", ["mha", "dva"])
 def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
-    torch._dynamo.reset()
     m, idx, results = make(double=True, attn=attn), torch.randint(0, 97, (2, 9)), []
     there, T, d, h = copy.deepcopy(m), 9, m.config.n_embd, m.config.n_head
     table, calls = model_py.rope_table(T, d // h), []
@@ -1520,7 +1518,6 @@ def test_gpt_blocked_attention_dropout(outer, monkeypatch):
 
 
 def test_gpt_blocked_attention_drops_the_same_when_it_is_recomputed(monkeypatch):
-    torch._dynamo.reset()
     leaf, results = [randn(2, 3, 10, 4, grad=True) for _ in range(3)], []
     again = lambda *a: checkpoint(lambda *a: attention(*a, dropout=0.4), *a, use_reentrant=False)
     for f in (lambda *a: attention(*a, dropout=0.4), again, torch.compile(again, backend="aot_eager", fullgraph=True)):
@@ -1603,7 +1600,6 @@ def test_generation_takes_the_smallest_block_and_gives_the_mode_back():
 
 @pytest.mark.parametrize("attn", ["mha", "dva", "dva_outer"])
 def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
-    torch._dynamo.reset()
     model, idx, writes = make(attn=attn, n_layer=2 if attn == "mha" else 1), torch.randint(0, 97, (2, 12)), []
 
     def backend(graph, inputs):
@@ -1640,7 +1636,6 @@ def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn_out="head_hadamard", norm="rmsnorm"), dict(attn="dva"),
                                     dict(attn="dva_outer", mlp="none", dropout=0.1)])
 def test_gpt_training_compiles_without_a_graph_break(config):
-    torch._dynamo.reset()
     model, idx = make(n_layer=1, **config), torch.randint(0, 97, (2, 12))
     results = []
     for f in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):
@@ -3609,7 +3604,6 @@ def test_shaq_generate_reads_a_prompt_in_the_windows_of_training():
 @pytest.mark.parametrize("preset", ["sharnn", "shaq", "mean_mem"])
 def test_shaq_generation_is_one_graph(preset):
     "What a CUDA graph wants of a step: no shape and no decision hangs on the position, and nothing is read back"
-    torch._dynamo.reset()
     model, graphs = tiny_shaq(preset, mem_len=9, mean_window=8).eval(), []
     with torch.no_grad(), torch._dynamo.config.patch(allow_rnn=True):
         step = torch.compile(model.advance, fullgraph=True, dynamic=False,
@@ -4149,7 +4143,6 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
 def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengths(preset, lengths):
     from torch._dynamo.utils import counters
 
-    torch._dynamo.reset()
     nodes = []
 
     def backend(graph, inputs):  # captured as on a GPU
@@ -4406,7 +4399,6 @@ def test_gpu_pool_is_a_cpus():
                                     dict(attn="dva", n_head=1, n_embd=320), dict(attn="dva_outer"), dict(n_head=2, n_embd=640),
                                     dict(attn="dva", n_head=2, n_embd=640)])
 def test_gpu_gpt_is_a_cpus_eager_and_compiled_and_generates_the_same(config):
-    torch._dynamo.reset()
     scale = 1.0 if config.get("n_embd") == 640 else 2.0  # at 2 fp32 alone puts gradients 2e-3 off there
     cpu, idx, results = make(scale=scale, **config), torch.randint(0, 97, (2, 16)), []
     for device, compiled in (("cpu", False), (GPU, False), (GPU, True)):
