@@ -840,45 +840,44 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     of them, have 64-bit offsets; plan. Not in a process that has TRITON_INTERPRET=1."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    rows = f"*{dtype}"
+
+    def type_of(name):
+        if re.fullmatch("pre|stats|d?(alpha|beta|weight|shift)|(d?c0|d?c_last|edge|sum|cos|sin)_ptr", name):
+            return "*fp32"
+        if name in ("residual", "out", "dout", "dresidual", "dy"):
+            return f"*{residual or dtype}"
+        if name in ("x", "dx", "normed", "dnormed") or name.endswith("_ptr"):
+            return f"*{dtype}"
+        return dict(signs="*i16", scale="fp32", eps="fp32").get(name, "i32")
+
     if kind.startswith("pool"):
         fn = kernels._fo_backward_kernel if kind == "pool backward" else kernels._fo_forward_kernel
         warps = kernels.FO_WARPS
         plan = dict(ACT=True, SUMMARY=False, SEGMENTED=False, PTX=True, U=kernels.FO_CHUNK, S=warps, D=kernels.FO_CHANNELS, H=1024, ST=3072,
                     DT=3072) | flags
-        types = {n: "*fp32" if n.startswith(("c0", "c_last", "edge", "dc", "sum")) else rows if n.endswith("_ptr") else "i32"
-                 for n in fn.arg_names}
-        elements, odd = plan["U"] * plan["S"] * plan["D"], ("B", "T")
+        elements = plan["U"] * plan["S"] * plan["D"]
     elif kind.startswith("dots"):
-        fn, warps, plan = kernels._hadamard_dot_kernel, 1, kernels._dot_plan(d, n_head, kind.removeprefix("dots ")) | dict(EXACT=False)
-        types = dict(x=rows, N="i32", scale="fp32") | dict.fromkeys(("pre",) if kind == "dots pre" else ("alpha", "beta"), "*fp32")
-        types |= dict.fromkeys(("out", "dy", "dx"), rows) | dict.fromkeys(("dalpha", "dbeta"), "*fp32") | dict(signs="*i16")
-        if kind == "dots backward":
-            fn = kernels._hadamard_dot_grads_kernel
-        types = {n: t for n, t in types.items() if n in fn.arg_names}
-        elements, odd = d * plan["R"] * plan.get("G", 1), ("N", "scale")
+        fn = kernels._hadamard_dot_grads_kernel if kind == "dots backward" else kernels._hadamard_dot_kernel
+        warps, plan = 1, kernels._dot_plan(d, n_head, kind.removeprefix("dots ")) | dict(EXACT=False)
+        elements = d * plan["R"] * plan.get("G", 1)
     elif kind == "rope backward":
         fn, warps, plan = kernels._rope_backward_kernel, 4, kernels._rope_tile(n_head, d) | flags
-        types = {n: "*fp32" if n.startswith(("cos", "sin")) else rows if n.endswith("_ptr") else "i32" for n in fn.arg_names}
-        elements, odd = plan["R"] * plan["U"] * d, ("T", "h")
+        elements = plan["R"] * plan["U"] * d
     else:
         plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind)
         plan = plan | dict(RMS=False) | flags
         fn = {"grads": kernels._hadamard_grads_kernel, "backward": kernels._hadamard_grads_kernel, "norm": kernels._hadamard_norm_kernel,
               "norm backward": kernels._hadamard_norm_backward_kernel}.get(kind.removesuffix(" few"), kernels._hadamard_kernel)
-        types = dict.fromkeys(("x", "dx", "normed", "dnormed"), rows) | dict(N="i32", scale="fp32", eps="fp32")
-        types |= dict.fromkeys(("residual", "out", "dout", "dresidual", "dy"), f"*{residual or dtype}")
-        types |= dict.fromkeys(("stats", "weight", "shift", "dalpha", "dbeta", "dweight", "dshift"), "*fp32")
-        types |= dict.fromkeys(("pre",) if kind == "pre" else ("alpha", "beta"), "*fp32")
-        types = {n: t for n, t in types.items() if not (plan["RMS"] and "shift" in n or kind == "grads" and n in ("dx", "alpha"))}
-        elements, odd = plan["R"] * min(d, plan["M"] * plan["P"] * plan["W"]), ("N", "scale", "eps")  # of d, not of wider tiles
+        elements = plan["R"] * min(d, plan["M"] * plan["P"] * plan["W"])  # of d, not of wider tiles
+    absent = ["alpha", "beta"] if kind.endswith("pre") else ["pre"]
+    absent += ["dx", "alpha"] * (kind == "grads") + ["shift", "dshift"] * plan.get("RMS", False)
     signature, constexprs, attrs = {}, {}, {}
     for i, name in enumerate(fn.arg_names):
-        if name in plan or name not in types:
+        if name in plan or name in absent:
             signature[name], constexprs[(i,)] = "constexpr", plan.get(name)
         else:
-            signature[name] = types[name]
-            if name not in odd:
+            signature[name] = type_of(name)
+            if name not in ("N", "B", "T", "h", "scale", "eps"):  # of any value
                 attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
     compiled = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps, enable_fp_fusion=True))
