@@ -1653,7 +1653,9 @@ class Replayed:
 
 
 def clip_(model, most):
-    "-> the norm of all gradients, scaled down to most where they are larger; most = 0: never"
+    "-> the norm of all gradients, scaled down to most where they are larger; most = 0: never. AssertionError where one is missing"
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing, f"no gradient reaches {missing}"
     norm = torch.linalg.vector_norm(norms([p.grad for p in model.parameters() if p.grad is not None]))
     if most:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), most, norm)
