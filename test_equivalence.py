@@ -5744,17 +5744,9 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         assert [r["floor"] * 2**26 / 1.5 for r in bytewise] == pytest.approx(floors)
         assert f"| sharnn | 2.5 ± 0.6 | 400 | {floors[1] / 2**26 * 1500:.3f} | {floors[1] / 2**26 * 600:.2f} |" in tables[1]
         assert "one byte at a time, 256 wide behind 512 bytes, not compiled" in tables[1]
-    if argv[0] in ("prefill", "decode"):
-        cases = itertools.product((4, 8) if argv[0] == "prefill" else (2, 4), enumerate(bench.OUTS))
-        assert [(r["size"], r["batch"], r["T"], r["variant"], r["tokens_per_s"]) for r in rows] == [
-            ("nano", 3, T, out, 3 * (T if argv[0] == "prefill" else 2) / (2 + i)) for T, (i, out) in cases]
     if argv[0] == "train":
         shaq = argv[3] == "--models=shaq"
         assert ({"sharnn", "shaq"} if shaq else {"gpt2_book", "dva_book"}) <= {r["variant"] for r in rows}
-        line = "qrnn against sharnn | 2.35 | 0.67 | -1.68 | +50.0%" if shaq else "dva_book against gpt2_book | 0.60 | +66.7%"
-        assert f"| {line} |" in tables[1]
-        timed, seconds = (rows[:3], 2) if shaq else (rows[:4], 1.5)  # by the mean, by the median
-        assert [r["tokens_per_s"] * (seconds + i) for i, r in enumerate(timed)] == pytest.approx([r["tokens"] for r in timed])
         profiles = {r["variant"]: r["profile"] for r in rows if "profile" in r}
         assert len(profiles) == len(rows) / 2 and all(sum(p.values()) == pytest.approx(1) and p["aten::mm"] > 0 for p in profiles.values())
         if shaq:
