@@ -1513,8 +1513,8 @@ def style(i):
     return dict(color=COLORS[i % 8], marker="osD^vPX*"[i % 8], ls=("-", "--", ":")[again], fillstyle=("full", "left", "none")[again])
 
 
-def records(folder, what, run_at):
-    "Records of one command, of its last run or of the run that began at run_at; [] if there are none"
+def records(folder, what):
+    "Records of one command's last run; [] if there are none"
     rows = []
     with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, f"{what}.jsonl"), encoding="utf-8",
                                                          errors="replace") as f:
@@ -1528,14 +1528,12 @@ def records(folder, what, run_at):
     for row in rows:
         if row.get("val_loss", 0) is None:  # that run diverged
             row["val_loss"] = math.inf
-    run_at = run_at or (rows[-1]["run"] if rows else None)
-    return [r for r in rows if run_at in (r["run"], r["run"].partition(", process")[0])]
+    return [r for r in rows if r["run"] == rows[-1]["run"]]
 
 
 @command(lambda gpu: (
     ("records", dict(default="out/bench", help="folder of the JSONL files")),
     ("assets", dict(default="out/bench", help="folder for the figures (README's lie in assets)")),
-    ("run", dict(help="the run, by its time as it stands in the records (default the last of each file)")),
     ("logs", dict(nargs="+", metavar="FILE", help="log.jsonl files of the training scripts instead: bits per byte against training time")),
     ("format", dict(choices=["png", "svg"], default="png", help="of the figures' files"))))
 def bench_plot(args):
@@ -1554,7 +1552,7 @@ def bench_plot(args):
     os.makedirs(args.assets, exist_ok=True)
     made = 0
     for draw, rows in ([(plot_logs, read_logs(args.logs))] if args.logs else
-                       [(draw, records(args.records, what, args.run)) for what, draw in figures.items()]):
+                       [(draw, records(args.records, what)) for what, draw in figures.items()]):
         for name, fig in draw(plt, rows) if rows else ():
             machines = "\n".join(dict.fromkeys(r["hardware"] for r in rows))  # logs can be of several
             fig.text(0, -0.01, f"{machines}, {rows[0]['run'][:10]}".rstrip(", "), fontsize=6, color="0.4", va="top")
@@ -1563,8 +1561,6 @@ def bench_plot(args):
             print(path)
             plt.close(fig)
             made += 1
-    if not made and args.run:
-        die(f"--run={args.run}: in {args.records} no run of {', '.join(figures)} began then")
     if not made:
         die(f"{args.records} holds nothing to plot of {', '.join(figures)}: run one of them first, prefill with two --T or --batch")
 
@@ -1615,7 +1611,7 @@ def plot_compare(plt, rows):
     whole = {s for s in base if sum(r["seed"] == s for r in rows) == len({r["index"] for r in rows})}
     rows = sorted((r for r in rows if r["seed"] in (whole or base)), key=lambda r: r["seed"])  # the rest is of a seed that was interrupted
     if not rows:
-        return warn("note: compare's last run holds none of the baseline yet, so there is no figure of it; --run names an earlier one")
+        return warn("note: compare's last run holds none of the baseline yet, so there is no figure of it")
     variants = {r["index"]: r["variant"] or "default" for r in rows}
     fig, axes = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
     for i, name in sorted(variants.items()):

@@ -5683,7 +5683,7 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
     rows = bench_run(tmp_path, *argv, "--lr=0.5,8e-3")
     assert all(r["tokens"] == 256 * r["curve"][-1][0] and r["compute"] == r["curve"][-1][3] for r in rows if "lr" in r)  # what was spent
     assert [r["val_loss"] is None for r in rows if "lr" in r] == [r["lr"] == 0.5 for r in rows if "lr" in r] == [1, 1, 0, 0] * 2
-    read = [r for r in bench.records(tmp_path, "scaling", None) if "lr" in r]
+    read = [r for r in bench.records(tmp_path, "scaling") if "lr" in r]
     assert [r["lr"] for mine in bench.at_best_rate(read).values() for r in mine] == [8e-3] * 4  # read again, the diverged are the worst
     assert re.search("hadamard seed 1, lr 0.5: .*, 1 of .*, inf nats", capsys.readouterr().err)
     compare = "compare", "--variant=lr=8e-3", "--variant=lr=1", small + ",size=nano,n_embd=8,max_steps=2"
@@ -6075,12 +6075,11 @@ def test_bench_records_are_one_commands_last_run_and_survive_a_line_cut_short(tm
         path.write_text(cut)
         for n in range(2):
             bench.record(args, n=n)
-        assert [r["n"] for r in bench.records(path.parent, "x", None)] == [0, 1]
+        assert [r["n"] for r in bench.records(path.parent, "x")] == [0, 1]
     with open(path, "ab") as f:
         f.write(b'{"run": "b", "n": 2}\n\xff\n{"run": "c, process 7", "n": 3}\n{"run": "b", "n": 4}\n{"run": "c", "what": "decode"}')
-    for run, n in ((None, [0, 1, 2, 4]), ("c", [3]), ("c, process 7", [3]), ("process 7", [])):  # another command's is not the last run
-        assert [r["n"] for r in bench.records(path.parent, "x", run)] == n
-    assert bench.records(path.parent, "x", "a") == [dict(run="a")]
+    assert [r["n"] for r in bench.records(path.parent, "x")] == [0, 1, 2, 4]  # another command's is not the last run
+    assert bench.records(path.parent, "none") == []
 
 
 def test_bench_timing_interleaves_and_warms_up(monkeypatch):
@@ -6371,17 +6370,6 @@ def test_bench_plot_draws_what_the_records_say(capsys):
     plt.close("all")
 
 
-def test_bench_plot_draws_the_run_that_it_is_told(tmp_path, monkeypatch):
-    plt, drawn = pytest.importorskip("matplotlib.pyplot"), []
-    monkeypatch.setattr(bench, "plot_compare", lambda plt, rows: drawn.append([r["n"] for r in rows]) or [("compare", plt.figure())])
-    (tmp_path / "compare.jsonl").write_text("".join(json.dumps(dict(run=f"2026-11-0{day} 10:00:00, process 7", hardware="", n=n)) + "\n"
-                                                    for n, day in enumerate((1, 1, 2))))
-    for flags in ([], ["--run=2026-11-01 10:00:00"], ["--run=2026-11-02 10:00:00, process 7"]):
-        bench.main(["plot", f"--records={tmp_path}", f"--assets={tmp_path}", *flags])
-    assert drawn == [[2], [0, 1], [2]] and (tmp_path / "compare.png").exists()
-    plt.close("all")
-
-
 def test_bench_plot_of_logs_and_what_it_says_where_it_cannot_draw(tmp_path, capsys, monkeypatch):
     for m in "ab":
         (tmp_path / f"{m}.jsonl").write_text(
@@ -6394,7 +6382,6 @@ def test_bench_plot_of_logs_and_what_it_says_where_it_cannot_draw(tmp_path, caps
     bench.main(argv)
     drawn = (tmp_path / "training.svg").read_text(encoding="utf-8")
     assert all(100 * m in drawn for m in "ab") and float(re.search('width="([0-9.]+)pt"', drawn)[1]) < 1.1 * 9 * 72  # each on its own line
-    fails(capsys, lambda: bench.main([*argv[:3], "--run=x"]), "no run of compare, scaling, prefill, decode began then")
     fails(capsys, lambda: bench.main(argv[:3]), "holds nothing to plot of compare")
 
 
