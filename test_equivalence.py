@@ -3625,16 +3625,22 @@ def test_generation_in_inference_mode_is_the_same_and_what_it_keeps_does_not_har
         torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+def run_once(work, keep):
+    "What captured() does on a GPU before it records: the tensors in keep come back as they were, and chance"
+    before = [t.detach().clone() for t in keep]
+    with torch.random.fork_rng():
+        work()
+    for t, b in zip(keep, before):
+        t.detach().copy_(b)
+
+
 def test_generation_with_a_step_run_before_it_is_recorded_gives_the_same(monkeypatch):
     "As captured() does on a GPU, where a token outside the vocabulary would end the process"
     graphs = []
 
     def captured(work, device, keep=()):
         assert not isinstance(m, SHAQ) or not any(g() for g in graphs)  # one graph that goes takes along what a later one needs
-        before = [t.clone() for t in keep]
-        work()
-        for t, b in zip(keep, before):
-            t.copy_(b)
+        run_once(work, keep)
         replay = lambda: work()
         graphs.append(weakref.ref(replay))
         return replay
@@ -4253,17 +4259,9 @@ def test_train_shaq_two_processes_are_one(train_shaq_here, pair, data_dir, tmp_p
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_train_steps_replayed_are_steps(device, monkeypatch):
     "On a CPU what is recorded on a GPU runs as it is, but once before, which is taken back, as there"
-    def captured(work, device, keep, pool):
-        before = [t.detach().clone() for t in keep]
-        with torch.random.fork_rng():
-            work()
-        for t, b in zip(keep, before):
-            t.detach().copy_(b)
-        return work
-
     m = machine(device, "float32")
     if device == "cpu":
-        monkeypatch.setattr(model_py, "captured", captured)
+        monkeypatch.setattr(model_py, "captured", lambda work, device, keep, pool: run_once(work, keep) or work)
     for kind in ("shaq", "lamb without a memory", "gpt", "gpt's micro-batches"):
         runs = []
         for on in (False, True):
