@@ -742,9 +742,6 @@ def test_model_and_kernels_need_no_other_file_and_no_other_package(tmp_path, mon
 # -----------------------------------------------------------------------------
 # Hadamard: the Triton kernels. Interpreted here; the interpreter's bf16 cuts off what a GPU rounds, and its products are wrong.
 
-TRITON_LAYERS = [(64, 1, False), (1024, 1, False), (96, 1, False), (768, 12, False), (640, 20, False), (224, 1, False), (96, 8, False),
-                 (3072, 24, False), (1536, 16, False), (768, 12, True), (1536, 16, True)]
-
 
 def poisoned(x, around=math.nan):
     "A copy of x in the middle of a larger buffer -> (copy, buffer)"
@@ -778,7 +775,9 @@ def rounded(exact, dtype):
 
 
 @needs_triton
-@pytest.mark.parametrize("d, n_head, heads_only", TRITON_LAYERS)
+@pytest.mark.parametrize("d, n_head, heads_only", [(64, 1, False), (1024, 1, False), (96, 1, False), (768, 12, False), (640, 20, False),
+                                                   (224, 1, False), (96, 8, False), (3072, 24, False), (1536, 16, False), (768, 12, True),
+                                                   (1536, 16, True)])
 def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_only, monkeypatch, guarded):
     monkeypatch.setattr(kernels, "_capability", lambda device: (7, 5))  # without bf16's tensor cores
     monkeypatch.setattr(kernels, "_FEW", 2)  # both plans with small numbers of rows; R + 1 are a whole block of them, or two, and one more
@@ -1926,9 +1925,6 @@ def test_run_variants_half_added_are_refused(monkeypatch):
         monkeypatch.setitem(CHOICES, name, [*CHOICES[name], "new"])
         refuses(lambda: make(**{name: "new"})(torch.zeros(1, 5, dtype=torch.int64)), f"{name}=new", kind=NotImplementedError)
     refuses(lambda: model_py.lr_at(0, 1.0, 0.1, 5, 10, "new"), "schedule=new", kind=NotImplementedError)
-
-
-SHAQ_KINDS = [preset for preset in SHAQ_PRESETS if preset not in ("attn2", "attn3", "attn4")]  # attn3 is sharnn, as attn1 the others are
 
 
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn="dva", n_head=1, mlp="none"), dict(attn="dva_outer", n_head=1),
@@ -3442,7 +3438,7 @@ def test_shaq_flops_per_token_by_hand():
     assert flops("mean_mem", mem_len=20, mean_window=6) == 6 * (4 * 12 * d * d + d * d + 11 * d) + 12 * d * 7
 
 
-@pytest.mark.parametrize("preset", SHAQ_KINDS)
+@pytest.mark.parametrize("preset", [p for p in SHAQ_PRESETS if p not in ("attn2", "attn3", "attn4")])  # sharnn, but for the block that attends
 def test_shaq_windows_cut_anywhere_give_one_sequence(preset):
     """Also for mean memory, whose grid of windows (5 positions here) the cuts need not respect, and T = 1."""
     model = tiny_shaq(preset)
