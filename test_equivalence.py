@@ -329,7 +329,7 @@ def test_hadamard_norm_gradient_is_of_fp32_products_where_all_is_in_16_bits():
 
 
 def test_hadamard_gradients_of_vectors_are_summed_block_by_block():
-    "Row after row, equal gradients came out 3e-4 off in fp32"
+    "Row after row, equal gradients would be 3e-4 off in fp32"
     dy, u = torch.full((2**15, 768), 0.1), torch.full((2**15, 768), 3.0)
     dx, dalpha, dbeta = kernels._grads_torch(u, dy, 1.0, 1, False, torch.ones(768))
     assert error(dbeta, dy.double().sum(0)) < 1e-5 and error(dalpha, (u.double() * dy).sum(0)) < 1e-5
@@ -467,7 +467,7 @@ def test_hadamard_wrong_shapes_and_dtypes_are_one_line():
                         (lambda: hadamard_affine_norm(x, v, v, x[:1], v), ("residual of its shape",)),
                         (lambda: hadamard_transform(x, torch.ones((), requires_grad=True)), ("scale is a number", "multiply the result")),
                         (lambda: hadamard_affine(x, 1.0, v), ("alpha is a float, expected a tensor",)),
-                        (lambda: hadamard_affine(x, v, v + 0j), ("beta is in torch.complex64",)),  # its imaginary part was lost
+                        (lambda: hadamard_affine(x, v, v + 0j), ("beta is in torch.complex64",)),  # its imaginary part would be lost
                         (lambda: hadamard_affine(x, v, v, 2.0), ("integer",)),
                         (lambda: hadamard_affine_norm(x, v, v, x, None), ("weight is a NoneType",)),
                         (lambda: hadamard_affine_norm(x, v, v, x, v, eps=None), ("eps is None, expected a number",)),
@@ -490,7 +490,7 @@ def test_hadamard_operators_pass_opcheck():
     torch.library.opcheck(kernels._hadamard, (x, alpha, beta, None, 0.2, 1, False))
     torch.library.opcheck(kernels._hadamard, (x, None, None, pre, 1.0, 12, True))
     assert torch.autograd.gradcheck(lambda *t: kernels._hadamard(*t, 0.2, 2, False), [t.detach().double().requires_grad_() for t in (x, alpha, beta, pre)])
-    refuses(lambda: kernels._hadamard(x, None, beta, None, 0.2, 1, False), "beta without alpha", kind=AssertionError)  # was left out
+    refuses(lambda: kernels._hadamard(x, None, beta, None, 0.2, 1, False), "beta without alpha", kind=AssertionError)
     torch.library.opcheck(kernels._hadamard_grads, (x, dy, 0.2, 2, False))
     torch.library.opcheck(kernels._hadamard_grads, (x.detach().bfloat16(), dy.detach().bfloat16(), 0.2, 2, False))
     for dtype in (torch.float32, torch.bfloat16):
@@ -1437,7 +1437,6 @@ def test_gpt_attention_on_apples_gpus_takes_pytorchs_operator_for_values_as_wide
 
 
 def test_gpt_shapes_that_do_not_fit_are_one_line():
-    "Some of them used to be computed: values of more positions than there are keys, one target for a whole window"
     q, long = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 9, 8)
     for wrong in ((q, q, long), (q, long, q), (q, q[:, :2], q[:, :2]), (q, q.reshape(4, 2, 3, 8), q.reshape(4, 2, 3, 8)), (long, q, q),
                   (q, q, q, q, long), (q, q, q, long, q), (long[:, :, :1], long, q), (q, q, q, q), (q, q, q, None, q),
@@ -1447,7 +1446,7 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
                   (q, q, q, q, q, 0.0, None, (q, q))):
         refuses(lambda: attention(*wrong), "expected q (B, h, T, w)", "got q (2, 4, ")
     refuses(lambda: attention(q, q, q, dropout=1.0), "dropout=1.0", "below 1")  # blocks divide by 1 - dropout
-    refuses(lambda: attention(q, q, q.to("meta")), "attention", "cpu, cpu, meta")  # it returned memory that nothing had written
+    refuses(lambda: attention(q, q, q.to("meta")), "attention", "cpu, cpu, meta")  # else memory that nothing has written
     for few in (q[0], q[0, 0], q[0, 0, 0]):
         refuses(lambda: attention(few, few, few), "expected q (B, h, T, w)", f"got q {tuple(few.shape)}")
     idx, m = torch.zeros(1, 5, dtype=torch.int64), GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=11, block_size=5))
@@ -1757,7 +1756,6 @@ def test_gpt_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
 
 
 def test_loss_is_that_of_the_logits_whatever_the_head():
-    "In float64 too: it used to be rounded to fp32"
     from torch.nn.utils import prune
     idx, shaq = torch.randint(0, 97, (2, 12)), tiny_shaq("shaq", vocab_size=97)
     run = lambda m, *args: m(*args)[0] if m is shaq else m(*args)
@@ -1920,7 +1918,7 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
 
 
 def test_run_variants_half_added_are_refused(monkeypatch):
-    "A new name among the choices, without its formula: they were computed as attn_out=none, mlp=gelu and a cosine"
+    "A new name among the choices, without its formula"
     for name in ("attn_out", "mlp"):
         monkeypatch.setitem(CHOICES, name, [*CHOICES[name], "new"])
         refuses(lambda: make(**{name: "new"})(torch.zeros(1, 5, dtype=torch.int64)), f"{name}=new", kind=NotImplementedError)
@@ -3710,11 +3708,11 @@ def test_shaq_impossible_settings_and_states_are_one_line():
         with pytest.raises(ValueError):
             model(idx, state=[])
         refuses(lambda: model(idx[:, :0]), "at least 1")
-        refuses(lambda: model(idx, idx.T), "targets have shape (4, 2)", "(2, 4)")  # as many numbers: it gave a loss
+        refuses(lambda: model(idx, idx.T), "targets have shape (4, 2)", "(2, 4)")  # as many numbers
         refuses(lambda: model.generate(idx, 2, temperature=-1), "temperature=-1")
         refuses(lambda: model.generate(idx, 2, temperature=math.nan), "temperature=nan")
     _, state = tiny_shaq("qrnn", memory="mean", mean_window=8)(idx.repeat(1, 2)[:, :6])
-    refuses(lambda: tiny_shaq("qrnn", memory="mean", mean_window=4)(idx, state=state), "mean_window=4", "another model's")  # it went on for ever
+    refuses(lambda: tiny_shaq("qrnn", memory="mean", mean_window=4)(idx, state=state), "mean_window=4", "another model's")  # else without end
     for m, block, name in ((model, model.blocks[1], "blocks.1.extra"), (gpt := make(), gpt.h[0], "h.0.extra")):
         block.extra = nn.Parameter(torch.ones(3))
         refuses(m.init_weights, name, kind=RuntimeError)
@@ -5871,7 +5869,7 @@ def test_bench_goes_on_past_what_does_not_fit(argv, names, rows, tmp_path, capsy
 
 
 def test_bench_code_ends_at_once_on_ctrl_c_and_leaves_no_process_behind():
-    "It used to wait for all kernels that were still to be compiled, minutes; and processes outlived one that was killed"
+    "Else it waits for all kernels that are still to be compiled, minutes; and processes outlive one that is killed"
     script = """if True:
         import bench, os, signal, time
         try:
