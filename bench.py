@@ -877,7 +877,7 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
             signature[name], constexprs[(i,)] = "constexpr", plan.get(name)
         else:
             signature[name] = type_of(name)
-            if name not in ("N", "B", "T", "h", "scale", "eps"):  # of any value
+            if signature[name] != "fp32" and not fn.params[i].do_not_specialize:
                 attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
     compiled = kernels.triton.compile(source, target=GPUTarget("cuda", sm, 32), options=dict(num_warps=warps, enable_fp_fusion=True))
