@@ -681,7 +681,8 @@ class GPT(nn.Module):
         step = c.n_head * (2 if c.pos == "rope" else 1)  # rope turns pairs of channels
         fits = lambda n: n % step == 0 and (c.attn_out != "hadamard" or _split_order(n) is not None)
         if not fits(c.n_embd):
-            near = [next(filter(fits, ns), None) for ns in (range(c.n_embd, 0, -1), range(c.n_embd, 64 * (c.n_embd + step)))]
+            near = [next(filter(fits, ns), None) for ns in (
+                range(c.n_embd // step * step, 0, -step), range(-(-c.n_embd // step) * step, 64 * (c.n_embd + step), step))]
             raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}, by an even number where pos is rope"
                              + ", and m * 2^k with m = 1, 12, 20, 28, 36, 44, 60, .. for attn_out=hadamard" * (c.attn_out == "hadamard")
                              + f": take {' or '.join(str(n) for n in near if n) or 'another n_head'}")
@@ -1474,11 +1475,12 @@ def processor():
 
 def machine(device="auto", dtype="auto"):
     "Choose device (auto | cpu | cuda | mps) and dtype (auto | float32 | bfloat16), join torchrun's processes. ValueError: no such device."
-    given = [os.environ.get(name) or alone for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))]
+    env = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    given = env["RANK"] or "0", env["WORLD_SIZE"] or "1", env["LOCAL_RANK"] or "0"
     rank, world, local = (int(n) if n.isdecimal() else -1 for n in given)
-    if not 0 <= rank < world or local < 0 or world > 1 and not os.environ.get("RANK"):  # left over from a cluster's script
-        raise ValueError("the environment says " + ", ".join(f"{n}={os.environ.get(n, '')}" for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-                         + ": start with torchrun, which sets all three, or unset them for one process")
+    if not 0 <= rank < world or local < 0 or world > 1 and not (env["RANK"] and env["MASTER_ADDR"]):  # left over from a cluster's script
+        raise ValueError(f"the environment says {', '.join(map('='.join, env.items()))}: start with torchrun, which sets all, or unset them "
+                         "for one process")
     keep_freed_memory()
     there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     note = f"{device}, as asked" if device != "auto" else "no GPU found"
@@ -1698,8 +1700,9 @@ KINDS = dict(GPT=(GPT, GPTConfig), SHAQ=(SHAQ, SHAQConfig))  # of checkpoints
 
 
 def load_checkpoint(path, kind=None):
-    "-> the checkpoint, a dict. ValueError in one line: none of ours, of another version, or not of this kind (GPT | SHAQ)."
+    "-> the checkpoint, a dict, and when it was written. ValueError in one line: none of ours, of another version or kind (GPT | SHAQ)."
     try:
+        written = os.stat(path).st_mtime_ns
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         Model, Config = KINDS[ckpt.get("kind")]
         more = ("settings", "optimizer", "step", "evaluated") if kind == ckpt["kind"] else ()  # sampling does without
@@ -1710,7 +1713,8 @@ def load_checkpoint(path, kind=None):
             if z.testzip():
                 raise ValueError
     except FileNotFoundError:
-        kept = f"; {path}.old, of the run before, is there: to go on with that, rename it" * os.path.exists(f"{path}.old")
+        kept = (f"; {path}.old, of the run before, is there: to go on with that, take the .old from its name, log.jsonl's and best.pt's"
+                * os.path.exists(f"{path}.old"))
         raise ValueError(f"{path or '(no name)'} does not exist: train a model first, or say where its checkpoint lies (--ckpt, --stage2, or "
                          f"for --resume --out_dir){kept}") from None
     except Exception as e:  # a damaged file can raise anything
@@ -1729,7 +1733,7 @@ def load_checkpoint(path, kind=None):
     except (TypeError, ValueError, RuntimeError) as e:  # an unknown setting, one that is refused, other parameters
         raise ValueError(f"{path} was written by another version (commit: {(ckpt.get('versions') or {}).get('git') or 'not recorded'}): take that "
                          f"one, or train anew ({textwrap.shorten(str(e), 300)})") from None
-    return ckpt
+    return ckpt | dict(written=written)
 
 
 def model_of(ckpt):

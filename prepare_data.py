@@ -119,7 +119,7 @@ def in_one_line(main, again, memory):
         advice = {**dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space and type the same command again"),
                   **dict.fromkeys((errno.EACCES, errno.EPERM), "; choose what you may read, and write to, or start from a folder of yours, "
                                   "where out/ and data/ then are made"),  # EPERM: a Mac's Documents and Desktop, without leave
-                  errno.EROFS: "; choose a place you may write to, or start from there",
+                  errno.ENOENT: ": is the folder that it is in there?", errno.EROFS: "; choose a place you may write to, or start from there",
                   errno.EEXIST: ", and is no folder; choose another place", errno.ENOTDIR: "; choose another place"}
         die(f"{e.filename + ': ' if e.filename else ''}{e.strerror or e}{advice.get(e.errno, '')}")
 
@@ -183,6 +183,7 @@ class Parser(argparse.ArgumentParser):
                     self.error(f"unknown flag {flag}{nearest(flag, flags.values())}")
                 if equals and self._option_string_actions[flags[flag.replace("-", "_")]].nargs == 0:
                     self.error(f"{flag} takes no value, got {value!r}")
+                value = os.path.expanduser(value) if value.startswith("~/") else value  # shells leave it in --out_dir=~/x: rm -r ~ would follow
                 args[i] = flags[flag.replace("-", "_")] + equals + value
         return super().parse_known_args(args, namespace)
 
@@ -278,13 +279,17 @@ class Log:
     """OUT/log.jsonl: one JSON object a line, the first says what ran. If the disk is full, records are lost, but the run goes on. A new run
     keeps the checkpoints and the log of the run before it as *.old."""
 
-    def __init__(self, path, first, resume_step=None, evaluated=True):
+    def __init__(self, path, first, resume_step=None, evaluated=True, written=None):
         """resume_step: the step of the checkpoint that the run resumes from. The earlier log is kept up to there: the records of all steps
-        before it and, if evaluated, the evaluation at that step (if not, the resumed run will make it)."""
+        before it and, if evaluated, the evaluation at that step (if not, the resumed run will make it). written: when that checkpoint was."""
         self.path, self.file = path, open(path, "a+b", buffering=0)
         claim(self.file)
         folder = os.path.dirname(path) or "."
-        if resume_step is None and any(os.path.exists(os.path.join(folder, name)) for name in ("best.pt", "ckpt.pt")):
+        there = lambda name: os.path.exists(os.path.join(folder, name))
+        if written and os.stat(os.path.join(folder, "ckpt.pt")).st_mtime_ns != written:
+            die(f"{folder}/ckpt.pt is newer than what this run has read: another has just ended. Type the same command again")
+        # what has no ckpt.pt does not push out what had one
+        if resume_step is None and (there("ckpt.pt") or not there("ckpt.pt.old") and (there("best.pt") or os.path.getsize(path))):
             self.file.seek(0)  # copied, not moved, as it is locked; and not opened again, as closing that would end the lock
             write_atomic(f"{path}.old", lambda f: shutil.copyfileobj(self.file, f))
             kept = ["log.jsonl.old"]
@@ -305,7 +310,8 @@ class Log:
                 keep += len(line)
         except (ValueError, TypeError, AttributeError, RecursionError):  # a line that a crash cut short is the last
             if i < len(lines):
-                warn(f"note: {path}, line {i} is damaged; it and all that follows is dropped")
+                write_atomic(f"{path}.damaged", lambda f: f.writelines(lines))
+                warn(f"note: {path}, line {i} is damaged; it and all that follows is dropped, but kept in {path}.damaged")
         self.file.truncate(keep)
         self(**first)
 
@@ -323,9 +329,9 @@ class Log:
             self.path = None  # said once
 
 
-def start_log(m, s, c, model, data, step, evaluated):
+def start_log(m, s, c, model, data, step, evaluated, written):
     """What main() logs with, a no-op but on rank 0, and the versions of what runs, for checkpoints. step: of the checkpoint that the run
-    resumes from, else None. Dies where the processes are not of one run: replicas would drift apart, and nothing would show it."""
+    resumes from, else None; written: its time. Dies where the processes are not of one run: replicas would drift apart unseen."""
     for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=data.source, checkpoints=step).items():
         if not m.same(mine):
             die(f"the processes differ in their {what}: type the same command, with --compile, whose default hangs on what is installed, "
@@ -335,7 +341,7 @@ def start_log(m, s, c, model, data, step, evaluated):
     if m.rank > 0:
         return lambda **record: None, versions
     first = dict(settings=s, config=c, params=sum(p.numel() for p in model.parameters()), machine=m.note, versions=versions)
-    return Log(os.path.join(s["out_dir"], "log.jsonl"), first, step, evaluated), versions
+    return Log(os.path.join(s["out_dir"], "log.jsonl"), first, step, evaluated, written), versions
 
 
 class StopSignal:
@@ -675,11 +681,11 @@ def download(url, part, resume=True):
                         f.write(block)
                         have += len(block)
                         progress(have, total, t0, what, start)
-                if total in (None, have):
+                if have and total in (None, have):
                     f.flush()
                     os.fsync(f.fileno())
                     return part
-                problem = f"the transfer stopped at {have:,} of {total:,} bytes"
+                problem = f"the transfer stopped at {have:,} of {total:,} bytes" if total else "the server sent nothing"
             except urllib.error.HTTPError as e:
                 if e.code in (412, 416) and have:  # another file by now, or nothing beyond what we have: start afresh
                     f.truncate(0)
@@ -832,6 +838,8 @@ def main(argv=None):
     if not re.fullmatch(NAME, name):
         die(f"--name {name!r} is no folder name: take letters, digits, _ - .")
     source = DATASETS[dataset]
+    if args.url == "":
+        die("--url is empty: type an address, or leave it out")
     if (args.url or args.from_file) and not source.url:
         die("--url and --from_file are for data sets that are downloaded; your own text: --input FILE... --name NAME")
     if args.url and args.from_file:

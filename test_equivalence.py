@@ -1326,6 +1326,7 @@ def test_gpt_learned_positions_and_dvas_matrices_start_as_all_others_do():
     config, d = dict(n_layer=2, n_head=1, n_embd=192, block_size=64, vocab_size=97, mlp="none", pos="learned", tie_weights=False), 192
     for (attn, n), (init, std) in itertools.product((("mha", 3), ("dva", 5), ("dva_outer", 5)), (("gpt2", 0.02), ("torch", 1))):
         m = GPT(GPTConfig(**config, attn=attn, init=init))
+        assert init == "torch" or abs(m.lm_head.weight.std() / 0.02 - 1) < 0.05
         for w in (m.wte.weight, m.wpe.weight, *m.h[1].attn.c_attn.weight.chunk(n)):
             if init == "torch" and len(w) == d:
                 assert 0.99 < w.abs().max() * d ** 0.5 <= 1 and abs(w.std() * (3 * d) ** 0.5 - 1) < 0.05
@@ -1768,6 +1769,9 @@ def test_loss_is_that_of_the_logits_whatever_the_head():
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float64):  # which leaves float64 alone
                 loss = run(m, idx, idx)
             torch.testing.assert_close(loss, F.cross_entropy(run(m, idx).flatten(0, 1), idx.flatten()), rtol=rtol, atol=0)
+    for bf16 in (False, True):  # of the plain head by slices: a GPU never holds all logits
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            assert type(make()(idx, idx).grad_fn).__name__ == "HeadLossBackward"
     for put in (lambda head: head.register_forward_hook(lambda head, x, y: 3 * torch.tanh(y / 3)),
                 lambda head: setattr(head, "forward", lambda x: 3 * torch.tanh(nn.Linear.forward(head, x) / 3)),  # an adapter's
                 lambda head: head.register_full_backward_hook(lambda *a: called.append(1)),
@@ -2068,7 +2072,7 @@ def test_run_learning_rate_schedule():
         said, settings = [], dict(lr=1.0, min_lr=0.1, warmup_steps=warmup, max_steps=30, schedule=schedule)
         model_py.schedule_notes(settings, first, before, said.append)
         assert len(said) == bool(words) and all(w in said[0] for w in words), (schedule, warmup, first, before, said)
-    assert [lr_at(t, 1.0, 0.1, 2, 9, "constant") for t in range(4)] == [0.5, 1.0, 1.0, 1.0] and lr_at(0, 1.0, 0.0, 0, 1) == 1.0
+    assert lr_at(0, 1.0, 0.5, 10, 110) == 0.1 and [lr_at(t, 1.0, 0.1, 2, 9, "constant") for t in range(4)] == [0.5, 1.0, 1.0, 1.0] and lr_at(0, 1.0, 0.0, 0, 1) == 1.0
 
 
 def test_run_machine_says_what_it_chose(monkeypatch):
@@ -2109,13 +2113,14 @@ def test_run_machine_says_what_it_chose(monkeypatch):
 def test_run_processes_share_the_work_by_rank_and_a_machines_gpus_by_local_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "")  # a script's that left it empty
     assert machine("cpu", "float32").world == 1
-    for rank, world, local in ((None, "8", ""), ("", "8", ""), ("1", "", ""), ("8", "8", ""), ("x", "8", ""), ("0", "2.5", ""), ("0", "8", "x")):
+    for rank, world, local in ((None, "8", ""), ("", "8", ""), ("1", "", ""), ("8", "8", ""), ("x", "8", ""), ("0", "2.5", ""), ("0", "8", "x"),
+                               ("0", "8", "0")):
         monkeypatch.setenv("WORLD_SIZE", world)  # left over, too, or mistyped
         monkeypatch.setenv("LOCAL_RANK", local)
         monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
-        refuses(lambda: machine("cpu", "float32"), f"RANK={rank or ''}, WORLD_SIZE={world}, LOCAL_RANK={local}: start with torchrun, which "
-                                                   "sets all three, or unset them")
-    for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):  # the second machine of 4 GPUs
+        refuses(lambda: machine("cpu", "float32"), f"RANK={rank or ''}, WORLD_SIZE={world}, LOCAL_RANK={local}, MASTER_ADDR=: start with "
+                                                   "torchrun, which sets all, or unset them")
+    for name, value in (("MASTER_ADDR", "here"), ("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):  # the second machine of 4 GPUs
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **kw: None)
     monkeypatch.setattr(model_py.Machine, "all", lambda self, done: done)
@@ -2683,10 +2688,11 @@ def test_train_seed_draws_the_dropout_of_each_step_and_grad_clip_clips(either, m
 
 
 def test_train_seed_draws_the_first_weights():
-    m, data, small = machine("cpu", "float32"), SimpleNamespace(vocab_size=256, train=[]), dict(n_layer=1, n_head=1, n_embd=8, attn_layers=(1,))
+    m, data, small = machine("cpu", "float32"), SimpleNamespace(vocab_size=300, train=[]), dict(n_layer=1, n_head=1, n_embd=8, attn_layers=(1,))
     for script in (train_gpt, train_shaq):
         one, again, other = (script.build(*script.settle(small | dict(seed=seed), {}, m), data, m)[0] for seed in (2, 2, 3))
         assert torch.equal(one.wte.weight, again.wte.weight) and not torch.equal(one.wte.weight, other.wte.weight)
+        assert one.config.vocab_size == (320 if script is train_gpt else 300)  # the data's, a GPT's padded
 
 
 BAD_FLAGS = [
@@ -2723,12 +2729,14 @@ def test_train_damaged_data_is_one_line(train, tmp_path, data_dir):
     one_line(train("--dataset=short", f"--data_dir={tmp_path}", f"--block_size={T}", f"--batch_tokens={T}", "--micro_batch=1"),
              "validation data", "--block_size")
     shutil.copytree(data_dir / "mine", tmp_path / "mine")
-    bad = tmp_path / "mine/train.bin"
-    pd.write_bin(str(bad), np.full(len(pd.open_bin(str(bad), "")), 300, np.uint16), 65536)
     ended(train("--max_steps=0"))
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    one_line(train(f"--data_dir={tmp_path}"), "train.bin", "300", "vocabulary of 256")
-    assert before == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}  # the run that is there did not make way
+    for split in ("val", "train"):
+        bad, good = tmp_path / f"mine/{split}.bin", (tmp_path / f"mine/{split}.bin").read_bytes()
+        pd.write_bin(str(bad), np.full(len(pd.open_bin(str(bad), "")), 300, np.uint16), 65536)
+        one_line(train(f"--data_dir={tmp_path}"), f"{split}.bin", "300", "vocabulary of 256")
+        assert before == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}  # the run that is there did not make way
+        bad.write_bytes(good)
     bad.unlink()
     one_line(train(f"--data_dir={tmp_path}"), "train.bin", "does not exist", "prepare_data.py")
 
@@ -2751,7 +2759,7 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     flip = bytearray(good)
     flip[len(good) // 2] ^= 1
     os.rename(path, f"{path}.old")  # as a new run does, which then is killed
-    one_line(train("--resume"), "ckpt.pt does not exist", "ckpt.pt.old, of the run before, is there: to go on with that, rename it")
+    one_line(train("--resume"), "ckpt.pt does not exist", "ckpt.pt.old, of the run before, is there: to go on with that, take the .old from its name")
     os.rename(f"{path}.old", path)
     files = [good[:-9], good[:1000], bytes(flip), b"", b"hello" * 99]
     for what in (dict(a=1), [1, 2], torch.zeros(3), dict(kind="GPT"), dict(kind="GPT", config=dict(n_embd=8), model={}),
@@ -3344,6 +3352,11 @@ def test_shaq_mean_memory_is_eq_1_to_4():
         torch.testing.assert_close(out, attention_loop(attn, h, Z), rtol=1e-12, atol=1e-12)     # eq. 4
         C = torch.cat([C, H], dim=1)[:, -(mem_len - p):]                            # eq. 1
     assert C.size(1) == 11 and torch.equal(memory[0], C) and memory[2].size(1) == 0
+    h, H = torch.randn(2, 1, 8, 16, dtype=torch.float64).unbind(0)  # two windows in one call: the first's mean gets a gradient
+    loop = attention_loop(attn, h[:, :4], H.requires_grad_()[:, :4]), attention_loop(attn, h[:, 4:], torch.cat([
+        H[:, :4].mean(1, keepdim=True), H[:, 4:]], 1))
+    a, b = (torch.autograd.grad(y.square().sum(), H)[0] for y in (attn(h, H)[0], torch.cat(loop, 1)))
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -3426,6 +3439,11 @@ def test_lamb_is_its_transcription():
         for p, q in zip(params, plain):
             torch.testing.assert_close(p.detach(), q, rtol=1e-12, atol=1e-14)
     assert ratios == {"one", "least", "clamped", "free"}
+    own = dict(lr=0.1, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3, max_norm=0.1, min_trust=0.01)
+    a, b = (nn.Parameter(torch.linspace(1, 2, 5)) for _ in range(2))
+    a.grad = b.grad = torch.linspace(-1, 3, 5)
+    LAMB([dict(params=[a], **own)]).step(), LAMB([b], **own).step()
+    assert torch.equal(a, b)  # a group's settings are its own
 
 
 def test_shaq_flops_per_token_by_hand():
@@ -3919,8 +3937,10 @@ def test_train_saves_take_no_more_than_a_tenth_of_the_time_and_the_last_comes_an
     monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(script, "write_or_warn", slow)
     monkeypatch.setattr(script, "lr_at", tick)
-    dying = True
+    asked, every, dying = [], model_py.Machine.all, True
+    monkeypatch.setattr(model_py.Machine, "all", lambda m, done: asked.append(done) or every(m, done))
     assert run(*steps, out="out")[0] == 9 and kept == [1, 5]
+    assert asked.count(False) == 6  # whether to save at 2 to 4 and 6 to 8 all processes decided together
     dying = False
     log = ended(run("--resume"))[3]
     assert kept == [1, 5, 6, 10, 12] and losses(log) == whole and list(whole[1]) == list(range(13))
@@ -3990,12 +4010,12 @@ def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
         for loss, bits, size in (("val_loss", "bits_per_byte", 3), ("test_loss", "test_bits_per_byte", 5)):
             if loss in r:
                 assert r[bits] == pytest.approx(r[loss] / math.log(2) / size) and f"{r[bits]:.4f} bits per byte" in said
-    if not gpt:
-        assert "test_loss" in log[-1] and "alone" not in said and asked == [([[10]], 400, 0.8, 50, 2)]  # all of the test split
-        return
     for r in (r for r in log if "val_loss" in r):
         assert r["perplexity"] == pytest.approx(math.exp(r["val_loss"]))
         assert f"{r['val_loss']:.4f} nats per byte, perplexity {r['perplexity']:.2f}, {r['bits_per_byte']:.4f} bits per byte" in said
+    if not gpt:
+        assert "test_loss" in log[-1] and "alone" not in said and asked == [([[10]], 400, 0.8, 50, 2)]  # all of the test split
+        return
     assert first["machine"].endswith("; transform: 32, (2, False)") and f"{first['machine']}\n" in said  # heads of 16
     assert [r["lr"] for r in steps] == pytest.approx([lr_at(i, 0.02, 0.002, 2, 6) for i in range(6)])
     first, *log = run("--min_lr=0.004", "--attn_out=head_hadamard", out="other")[3]
@@ -4052,6 +4072,10 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far_of_a_resumed
         monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=ticks.__next__))
 
     flags = "--max_minutes=1", "--max_steps=400", "--eval_interval=100"
+    with monkeypatch.context() as patch:  # all processes cut alike, at the mean of their paces, here twice this one's
+        clock(5)
+        patch.setattr(model_py.Machine, "mean", lambda m, x: x * torch.tensor([1, 1, 1, 2]) if x.numel() == 4 else x)
+        assert "will do for 30 steps here" in ended(run(*flags, out="mean"))[1]
     clock(5)
     _, said, _, log = ended(run(*flags, out="whole"))
     assert "will do for 60 steps here" in said and re.search("step 10/400 .* 6m29s left", said) and re.search("step 50/55 .* 0m06s left", said)
@@ -4070,7 +4094,8 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far_of_a_resumed
     clock(4)  # a resumed run warms up, too
     _, said, _, log = ended(run("--resume", out="cut"))
     assert "will do for 60 steps here" in said and max(losses(log)[0]) == 59
-    assert "will do" not in ended(run("--resume", "--max_steps=63", out="cut"))[1]  # not again
+    _, said, _, log = ended(run("--resume", "--max_steps=80", out="cut"))  # typed, and so not cut again
+    assert "will do" not in said and max(losses(log)[0]) == 79
 
 
 @pytest.mark.parametrize("preset, optimizer", [("sharnn", "lamb"), ("shaq", "adamw")])
@@ -4118,6 +4143,9 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         assert first["settings"]["max_steps"] == math.ceil(5 * (length / train_shaq.average_length(first["settings"]["seed"], 20) + 0.5))
         assert [r["step"] for r in log] == [0, 0]
         assert load_checkpoint(str(tmp_path / "second/best.pt"))["best"] == log[0]["val_loss"]  # of this stage
+        for t in load_checkpoint(str(tmp_path / "second/ckpt.pt"))["optimizer"]["state"].values():  # as after a first step
+            torch.testing.assert_close(t["exp_avg_sq"], t["exp_avg"] ** 2 / 10, rtol=1e-4, atol=0)
+        assert first["settings"]["warmup_steps"] == 1
         one_line(train_shaq_here(stage2, "--n_layer=3"), "another model")
         one_line(train_shaq_here(stage2, out="whole"), "type another --out_dir")
         assert (tmp_path / "whole/best.pt").exists()
@@ -4907,13 +4935,25 @@ def test_data_a_new_run_keeps_the_one_before_it(tmp_path, capsys, monkeypatch):
             (tmp_path / name).write_text(run)
         assert run != "b" or "best.pt.old" in said and files()["log.jsonl.old"] == '{"run": "a"}\n'
     assert moved == ["log.jsonl.old", "best.pt.old", "ckpt.pt.old"] * 2  # killed on the way, the next run finds ckpt.pt, and does it again
-    # b's files, whole, though c ended before its first checkpoint
+    # b's files, whole, though c and d ended before their first checkpoint
     old = {f"{name}.old": "b" for name in ("best.pt", "ckpt.pt")} | {"log.jsonl.old": '{"run": "b"}\n'}
     assert files() == old | {"log.jsonl": '{"run": "d"}\n'}
     (tmp_path / "best.pt").write_text("d")  # all that a full disk had room for
     pd.Log(str(tmp_path / "log.jsonl"), dict(run="e")).file.close()
-    assert "--resume" not in capsys.readouterr().out
-    assert files() == old | {"best.pt.old": "d", "log.jsonl.old": '{"run": "d"}\n', "log.jsonl": '{"run": "e"}\n'}
+    assert files() == old | {"best.pt": "d", "log.jsonl": '{"run": "e"}\n'} and not capsys.readouterr().out
+    for name in os.listdir(tmp_path):
+        if name != "log.jsonl":
+            (tmp_path / name).unlink()
+    pd.Log(str(tmp_path / "log.jsonl"), dict(run="f")).file.close()  # where nothing is pushed out, a log by itself is kept, too
+    assert files() == {"log.jsonl.old": '{"run": "e"}\n', "log.jsonl": '{"run": "f"}\n'} and "--resume" not in capsys.readouterr().out
+
+
+def test_data_a_resumed_run_that_read_an_older_checkpoint_than_there_is_ends(tmp_path, capsys):
+    (tmp_path / "ckpt.pt").write_text("saved by a run that has ended since")
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 0}\n{"step": 1}\n')
+    fails(capsys, lambda: pd.Log(str(log), {}, 1, True, os.stat(tmp_path / "ckpt.pt").st_mtime_ns - 1), "another has just ended", "again")
+    assert len(records(tmp_path)) == 2  # not cut back
 
 
 def test_data_ctrl_c_while_a_checkpoint_is_written_is_no_failed_write(tmp_path, capsys):
@@ -4942,7 +4982,7 @@ def test_data_a_log_is_gone_on_with_from_the_checkpoint_and_a_damaged_one_from_i
         (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n" * (not last))
         pd.Log(path, dict(resumed=True), resume_step=2).file.close()
         assert records(tmp_path) == [dict(settings={}), dict(step=0), dict(resumed=True)]
-        assert ("line 3 is damaged" in capsys.readouterr().err) == (not last)
+        assert ("line 3 is damaged" in capsys.readouterr().err) == (not last) == os.path.exists(path + ".damaged")
 
 
 @pytest.mark.parametrize("earlier", [[], ["ckpt.pt"]])
@@ -5247,7 +5287,8 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
     assert np.array_equal(d.train[:], np.concatenate([tokens["train_000001"], tokens["train_000002"]]))
     text = toy.decode_bytes(d.val[:].tolist()).replace(b"<|endoftext|>", b"")
     assert d.bytes_per_token == len(text) / 5000 and np.array_equal(d.val[:], tokens["val_000000"])
-    assert len(d.meta["sha256"]) == 3 and d.meta["name"] == "fineweb10B"
+    assert d.meta["sha256"] == {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in shards.iterdir()}
+    assert d.meta["name"] == "fineweb10B"
     assert d.meta["bytes"]["train"] == len(toy.decode_bytes(d.train[:].tolist()).replace(b"<|endoftext|>", b""))  # of both shards
     pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"])
     assert np.array_equal(pd.load_dataset("fineweb10B", f"{data}1").train[:], tokens["train_000001"])  # one, where nothing is typed
@@ -5324,14 +5365,17 @@ def common(bench_data, text):
 def test_bench_params_are_the_papers(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(GPT, "init_weights", lambda model: None)  # most of the time
     rows = {r["name"]: r for r in bench_run(tmp_path, "params")}
+    assert SIZES["nano"] == dict(n_layer=4, n_head=4, n_embd=160, block_size=256)  # README's
     assert rows["tiny, dense"]["measured"] == 123_701_760 and rows["xxl_v1, hadamard"]["measured"] == 5_139_634_176
     assert sum(r["measured"] for n, r in rows.items() if n.startswith("sharnn with")) == 53_798_093 == rows["sharnn"]["measured"] + 24_576
+    assert bench.SHARNN_PUBLISHED == 53_798_093
     assert set(bench.SHAQ_PRESETS) < set(rows) and len(rows) == 16 + 4 + 2 + len(bench.SHAQ_PRESETS) + 1
     for name, r in rows.items():  # as the papers print them: three figures at most, two of table 1 truncated instead of rounded
         unit = 1e8 if r["paper"] >= 1e9 else 1e5 if "saved" in name else 1e6
         assert (r["paper"] == r["measured"]
                 or abs(r["measured"] - r["paper"]) <= unit * (1 if name in ("mean_mem", "no_gates") else 0.5)), name
-    assert "| tiny, saved | -7.1M | -7,068,672 | +0.03M |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\n| model | paper | measured | difference |\n" in printed and "| tiny, saved | -7.1M | -7,068,672 | +0.03M |" in printed
     chosen = [bench.start(bench.parse("params", ["--device=cpu", f"--dtype={dtype}"], False)).dtype for dtype in ("float32", "bfloat16")]
     assert chosen == [torch.float32, torch.bfloat16]  # whatever would be faster
     fails(capsys, lambda: bench.main(["params", f"--device={ABSENT}"]), "take --device=cpu")
@@ -5405,6 +5449,8 @@ def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
     assert set(asked) == {(4, 0.0)} and fresh == [0, 4, 16, 20]
     assert sorted(seen) == sorted((out, 1024, T) for _, _, T, out in cases for _ in range(3))
     printed = capsys.readouterr().out
+    assert ("| variant | paper (H100), ms | measured, ms | difference | tokens/s | paper, tokens/s (at odds with its ms) | paper's gain | gain ± "
+            "standard error | share of identity's gain | paper, MB |\n") in printed
     for line in (
             "compiled | dense | 33.157 | 5.000 ± 0.132 | -28.16 ms | 13,107,200 | 150,126 | – | – | – | 16,264",
             "eager | hadamard | 32.366 | 4.000 ± 0.132 | -28.37 ms | 16,384,000 | 156,133 | +4.0% | +25.0% ± 0.5% | 0.33 | 16,227",
@@ -5425,6 +5471,8 @@ def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
                  "hadamard | 53,730 | 32,768,000 | 609.86 times | 8.000 | 0.062 ± 0.002 | 0.055 | 0.88 | +1.7% | +25.0% ± 0.5% | 0.33 | 101"):
         assert f"| tiny | 2048 x 1 + 64 | compiled, eager | {line} |\n" in printed, line
     assert "| tiny | 1024 x 1 + 64 | compiled, eager | dense | – | 13,107,200 | – |" in printed and "a copy moves 10 GB/s**" in printed
+    assert ("| variant | paper, tokens/s | tokens/s | difference | first token, ms | then ms a step | floor of bytes, ms | floor / measured | "
+            "paper's gain | gain ± standard error | share of identity's gain | peak MiB |\n") in printed
     bench_run(tmp_path, "decode", "--sizes=tiny", "--batch=2048,1024", "--T=2", "--new_tokens=64", "--compile=1", "--runs=4")
     assert "paper" not in capsys.readouterr().out  # which has no figure for such prompts
 
@@ -5466,6 +5514,8 @@ def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data
     mean, error = bench.paired(loss[2], loss[0])
     assert mean > 0.1 and mean > 5 * error
     printed, err = capsys.readouterr()
+    assert ("\n| variant | parameters | steps | validation loss, nats | bits per byte | difference ± standard error | tokens/s | peak MiB |\n"
+            in printed)
     assert "+0.0000 ± 0.0000" in printed and "**Equal steps, 3 seeds, words, not compiled** (" in printed
     bits, rate = (f([r[key] for r in rows if r["index"] == 2]) for f, key in ((np.mean, "bits_per_byte"), (np.median, "tokens_per_s")))
     assert (f"| `lr=4e-4` | {rows[0]['params']:,} | 12 | {np.mean(loss[2]):.4f} | {bits:.4f} | {mean:+.4f} ± {error:.4f} | "
@@ -5514,6 +5564,7 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
     assert s["dense"]["over_seeds"] == pytest.approx(over) and over > 1e-3
     paper = np.polyfit(np.log([1.55e19, 6.61e19, 2.06e20]), np.log(np.log([21.54, 17.41, 16.17])), 1)[0]
     printed, err = capsys.readouterr()
+    assert "| variant | paper | measured | difference | standard error of the fit | over seeds | against identity, over seeds |\n" in printed
     assert (f"| dense | {paper:.4f} | -0.1000 | {-0.1 - paper:+.4f} | 0.0000 | {over:.4f} | {(a + b) / 2:+.4f} ± {abs(a - b) / 2:.4f} |"
             in printed)
     i, d = ([r for r in runs if (r["size"], r["variant"]) == ("1x8", v)] for v in ("identity", "dense"))
@@ -5680,6 +5731,15 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
         assert f"error: {words}" in capsys.readouterr().err.splitlines()[-1]
 
 
+HEADS = dict(
+    kernels="|  | forward, ms | share of a copy's rate | times as fast as dense | forward + backward, ms | share of a copy's rate "
+            "| times as fast as dense |",
+    prefill="| size | batch x T | mode | variant | measured, ms | tokens/s | gain ± standard error |",
+    decode="| preset | ms a byte | bytes/s | floor of bytes, ms | floor / measured |",
+    train="| model | parameters | tokens a step | ms | tokens/s | MFU |",
+    scaling="| size | variant | FLOPs | best learning rate | perplexity | loss, nats per byte | against dense |")
+
+
 @pytest.mark.parametrize("argv", [
     ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1"],
     ["prefill", "--sizes=nano", "--batch=3", "--T=4,8", "--runs=1"],
@@ -5711,6 +5771,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
     extra = [common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=1024")] if argv[0] == "scaling" else []
     rows = bench_run(tmp_path, *argv, *extra)
     tables = [t for t in capsys.readouterr().out.split("\n**") if "|---|" in t]
+    assert HEADS[argv[0]] in [t.splitlines()[2] for t in tables]
     assert tables and all(f", threads: 1, float32, torch {torch.__version__}" in t.splitlines()[0] for t in tables)
     for t in tables:
         widths = {line.count("|") for line in t.splitlines() if line.startswith("|")}
@@ -5810,6 +5871,7 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
                      for size, vocabulary in (("nano", 256), ("tiny", 50257)) for out in bench.OUTS]
                     + [("shaq", dict(preset=p), 205, True) for p in ("ffn", "mean_mem")])
     printed, said = capsys.readouterr()
+    assert "| model | parameters | tokens a step | ms | paper (V100), tokens/s | tokens/s | difference | MFU | peak MiB |\n" in printed
     assert "train: 10 of 10 models" in said
     assert "**Training steps, compiled; MFU against 1e-05 TFLOP/s, as given** (" in printed
     for line in ("tiny, dense | 1,000 | 450 | 1,500 ± 625 | – | 300 | – | 21.0% | 3,003",
@@ -5944,6 +6006,7 @@ def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monke
         ("piqa", "acc", 0.5, 7), ("piqa", "acc_norm", 0.653, 7), ("piqa", "bits", 2.0, 7), ("blimp", "acc", 0.9, None)]
     assert {(r["size"], r["variant"]) for r in rows} == {("small", "hadamard")}
     printed = capsys.readouterr().out
+    assert "\n| task | metric | questions | paper, % | measured | difference |\n" in printed
     for line in ("piqa | acc | 7 | 64.3 | 50.0 | -14.3", "piqa | acc_norm | 7 | 64.3 | 65.3 | +1.0", "piqa | bits | 7 | – | 2.0000 | –",
                  "blimp | acc | – | 80.0 | 90.0 | +10.0"):
         assert f"| {line} |\n" in printed, line
@@ -5975,7 +6038,8 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["compares"], "did you mean compare?"), ([], "say what"), (["compare", "--set=help"], "--set='help': expected name=value"),
         (["scaling", "--sizes=1x16,2x20"], "n_embd=20 must be a multiple of n_head=4, by an even number"),
         *((["compare", "--variant=", f"--variant={n}=4"], "--set") for n in ("batch_tokens", "dataset", "block_size", "eval_tokens")),
-        (["compare", "--model=shaq", "--variant=", "--variant=bptt=9"], "--set"),
+        *((["compare", "--model=shaq", "--variant=", f"--variant={n}=9"], "--set") for n in ("bptt", "batch", "data_dir")),
+        (["compare", "--variant=max_minutes=1"], "max_minutes is not for"), (["compare", "--variant=lr=1,lr=2"], "each name once"),
         *((["compare", f"--equal={e}", "--variant=", "--variant=max_steps=9"], f"--equal={e} decides") for e in ("steps", "flops")),
         (["compare", "--variant=seed=1"], "seed is not for"), (["compare", "--set=max_steps=0"], "max_steps=0"),
         (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"), (["scaling", "--set=", "--set=lr=1"], "rates in --lr"),

@@ -60,7 +60,7 @@ def parse(argv=None, prog="train_gpt.py"):
             init="initial weights: GPT-2's, or PyTorch's own, as in the experiment of gpt2_book and dva_book").items():
         add(f"--{name}", choices=CHOICES[name], help=f"{what} (default {getattr(GPTConfig, name)})")
     for name in ("n_layer", "n_head", "n_embd", "block_size"):
-        add(f"--{name}", type=number(int, 1), help="instead of the preset's")
+        add(f"--{name}", type=number(int, 1, 2**24), help="instead of the preset's")
     add("--bias", type=flag01, help="0: no bias in linear layers and LayerNorm (default 1)")
     add("--tie_weights", type=flag01, help="0: the head has its own matrix (default 1)")
     add("--dropout", type=number(float, 0, 1), help="(default 0)")
@@ -285,7 +285,7 @@ def main():
 
     flops = model.flops_per_token()
     peak, peak_from = peak_flops(m)
-    log, versions = start_log(m, s, c, model, data, first if ckpt else None, evaluated is not None)
+    log, versions = start_log(m, s, c, model, data, first if ckpt else None, evaluated is not None, ckpt and ckpt["written"])
     # The others wait here for rank 0, which may have ended above. StopSignal comes later, or they would not end when torchrun tells them to
     m.parallel(model)
     update = stepper(model, optimizer, s, m, accumulate)

@@ -56,8 +56,8 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--rnn_residual", type=flag01, help="a residual round the recurrence")
     add("--attn_layers", type=blocks, metavar="N[,N]", help="blocks that attend, counted from 1: 3 or 2,4")
     for name in ("n_layer", "n_head"):
-        add(f"--{name}", type=number(int, 1), help="instead of the preset's")
-    add("--n_embd", type=number(int, 1), help="width (default 1024 on CUDA, else 256)")
+        add(f"--{name}", type=number(int, 1, 2**24), help="instead of the preset's")
+    add("--n_embd", type=number(int, 1, 2**24), help="width (default 1024 on CUDA, else 256)")
     add("--mem_len", type=number(int, 0), help="positions of memory (default 5000 on CUDA, else 512)")
     add("--dropout", type=number(float, 0, 1), help="(default 0.1 on CUDA, else 0)")
     add("--dataset", help="a name that prepare_data.py knows or was given (default pysource, prepared at once if need be)")
@@ -251,7 +251,7 @@ def main():
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = each(ckpt.pop("state"), lambda t: t[streams.start:streams.stop].to(m.device))  # this process's streams
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
-    before = ckpt["settings"]["max_steps"] if resume else None
+    before, written = (ckpt["settings"]["max_steps"], ckpt["written"]) if resume else (None, None)
     ckpt = None  # stage 2 has no use for what is left
     if s["compile"]:
         model.compile()
@@ -265,7 +265,7 @@ def main():
 
     parts, flops = model.param_breakdown(), model.flops_per_token(s["bptt"])
     peak, peak_from = peak_flops(m)
-    log, versions = start_log(m, s, c, model, data, first if resume else None, evaluated is not None)
+    log, versions = start_log(m, s, c, model, data, first if resume else None, evaluated is not None, written)
     # The others wait here for rank 0, which may have ended above. StopSignal comes later, or they would not end when torchrun tells them to
     m.parallel(model)
     update = stepper(model, optimizer, s, m)
