@@ -1170,6 +1170,8 @@ def test_gpt_flops_per_token_and_breakdown_by_hand():
             == 6 * (2 * (192 + 768) + 80) + 2 * 12 * 3 * 8)
     assert (GPT(GPTConfig(**config, attn="dva", mlp="gelu", pos="learned")).flops_per_token()
             == 6 * (2 * (5 * 64 + 512) + 80) + 2 * 18 * 4 * 8)
+    parts = GPT(GPTConfig(**config, pos="learned", tie_weights=False)).param_breakdown()
+    assert [parts[k] for k in ("token embedding", "position embedding", "head")] == [10 * 8, 4 * 8, 10 * 8]
 
 
 @pytest.mark.parametrize("out", ["hadamard", "head_hadamard", "identity"])
