@@ -1783,7 +1783,8 @@ if triton is not None:
         With one warp to 32 channels an H200 (November 2026, B 16, T 1024, H 1024 in bf16) took 80 us forward and 125 backward: one warp on
         each scheduler, waiting for itself. With four that share the channels it takes 46 and 99, of floors of 33 and 57. Where B * H
         is 16384 or more the programs walk all of T; with fewer channels it is cut into at most 128 segments, up to some 131072 (channel,
-        warp) pairs; a first launch then reads z and f (backward f, o and dh) for each segment's map, in bf16 4 N (6 N) bytes more. These
+        warp) pairs; a first launch then reads z and f (backward f, o and dh) for the maps of all segments but one, in bf16 up to 4 N (6 N)
+        bytes more. These
         bounds are calculated: at B 1, T 16384 they give 75 and 126 us.
         """
         B, T, H = z.shape
