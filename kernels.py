@@ -6,7 +6,7 @@ Operators of the three papers, each with its derivative, each with a fast path f
     hadamard_affine(x, alpha, beta)           alpha * (x @ H / sqrt(d)) + beta in one pass over memory  [1, eq. 1]
     hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum, still in one pass
     fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [QRNN, eq. 4], on gates or on their logits
-    rope_backward([dq, dk, dv], cos, sin)     the gradient of one projection to q, k, v whose q and k took rotary positions
+    rope_backward([dq, dk, dv], cos, sin)     the gradient of a joint projection to q, k, v where q and k took rotary positions
 
 To copy an operator into another repository:
     the Hadamard operators    everything above the comment "fo-pooling" (for the matrix alone, everything above "PyTorch path")
@@ -35,7 +35,7 @@ NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum
 
 
 def _operator(name, fake):
-    "Registers a function as an operator of PyTorch; fake, of the same arguments, makes empty results like the function's, for tracing"
+    "Registers a function as a PyTorch operator; fake takes the same arguments and returns empty results of the same form, for tracing"
     def register(f):
         op = torch.library.custom_op(f"{NAMESPACE}::{name}", f, mutates_args=())
         op.register_fake(fake)
@@ -43,13 +43,13 @@ def _operator(name, fake):
     return register
 
 
-def _check_devices(name, *tensors):  # given meta and real tensors, PyTorch would only work out shapes, and return memory nothing has written;
-    if any(t.device != tensors[0].device for t in tensors):  # Triton reads another GPU's memory, whether written yet or not
+def _check_devices(name, *tensors):  # otherwise PyTorch, given meta and real tensors, would infer shapes and return unwritten memory, and
+    if any(t.device != tensors[0].device for t in tensors):  # Triton would read another GPU's memory, perhaps too early
         raise ValueError(f"{name}: its tensors are on {', '.join(str(t.device) for t in tensors)}: expected all on one device")
 
 
 def _once(name):
-    "A derivative for an operator that is itself one, and has none"
+    "Raises in place of the derivative that an operator lacks"
     def refuse(ctx, *grads):
         raise NotImplementedError(f"{name} is differentiable once: the loss must not hold a gradient that went through it")
     return refuse
@@ -74,7 +74,7 @@ def _paley_order(m):
     "2 if Paley's second construction, over a prime or GF(9), gives order m; 1 if only the first, over a prime, does; else 0"
     if m % 4:
         return 0
-    if (m // 2 - 1) % 4 == 1 and (_is_prime(m // 2 - 1) or m == 20):  # 20 is of the first too, at twice the additions
+    if (m // 2 - 1) % 4 == 1 and (_is_prime(m // 2 - 1) or m == 20):  # the first gives 20, too, at twice the additions
         return 2
     return int(_is_prime(m - 1))  # m % 4 == 0, so m - 1 = 3 mod 4 as the first construction wants
 
@@ -82,7 +82,7 @@ def _paley_order(m):
 @lru_cache(None)
 def _split_order(n):
     "n -> (m, 2^k) with n = m * 2^k, where m is 1 or else the smallest order that Paley's constructions give; None if there is no such m"
-    n = operator.index(n)  # numpy's integers work, too, but Python's are cached
+    n = operator.index(n)  # numpy's are fine, but the cached result is Python's
     c = n & -n  # the largest power of two in n
     while c and n != c and not _paley_order(n // c):
         c //= 2
@@ -140,34 +140,34 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
 # -----------------------------------------------------------------------------
 # PyTorch path. H_d = A (x) B, A (a, a) and B (b, b), with a and b near sqrt(d): each row, seen as a matrix X (a, b), becomes A X B, two
 # small dense products instead of log2(d) sweeps over slices. 4096 rows of 1024 in fp32 on two AVX-512 cores take 4.5 ms this way, 20 ms
-# by butterflies, 65 ms as one dense product. On a CPU rows go through in blocks (1 MB in fp32; in 16 bits, where the overhead of a call
-# weighs more, 1 MB a thread). So everything between the first read and the last write stays in cache, and no temporary of full size is
-# ever paged in (a fresh 32 MiB costs more than the whole transform).
+# by butterflies, 65 ms as one dense product. A CPU takes the rows in blocks of 1 MB in fp32, or 1 MB a thread in 16 bits, where call overhead
+# weighs more. So everything between the first read and the last write stays in cache, and no full-size temporary is ever paged in (32 MiB
+# of fresh memory cost more than the whole transform).
 
 
 @lru_cache(64)
 def _factors(d, n_head, heads_only, dtype, device):
-    "The layer's matrix as dense factors A (a, a), B (b, b): H_h (x) H_(d/h), the plain H_d if h = 1; if heads_only H_h (x) I, B = None"
+    "Dense factors A (a, a), B (b, b) of the layer's H_h (x) H_(d/h), which is H_d if h = 1; if heads_only A = H_h, and B = None for I"
     if heads_only:
         return hadamard_matrix(n_head, dtype, device), None
     orders = []
     for n in (n_head, d // n_head):
         m, c = _split_order(n)
         orders += [m] + [2] * (c.bit_length() - 1)
-    cut = min(range(len(orders) + 1), key=lambda i: (max(math.prod(orders[:i]), math.prod(orders[i:])), i))  # the wider factor last
+    cut = min(range(len(orders) + 1), key=lambda i: (max(math.prod(orders[:i]), math.prod(orders[i:])), i))  # on a tie the wider last
     A, B = (reduce(torch.kron, [hadamard_matrix(n, torch.int8, "cpu") for n in (1, *part)]) for part in (orders[:cut], orders[cut:]))
     return A.to(device=device, dtype=dtype), B.to(device=device, dtype=dtype)
 
 
 @lru_cache(4)
 def _copies(r, *key):
-    "_factors' A, r times in memory (r, a, a): a 16-bit product would copy an expanded A again for every block, or call. 2 MB at d = 1024"
+    "_factors' A, r times in memory, (r, a, a): every 16-bit product would copy an expanded A anew. 1 MB a thread at d = 1024"
     A = _factors(*key)[0]
     return A.repeat(r, 1, 1)
 
 
 def _blocks(x, n_head, heads_only):
-    "-> (r, the rows of a block; a function that transforms a block (r, d), unnormalised, into a buffer (r, d) its next call overwrites)"
+    "-> r, the rows of a block; a function that transforms a block (r, d), unnormalised, into out or a buffer that the next call overwrites"
     N, d = x.shape
     A, B = _factors(d, n_head, heads_only, x.dtype, x.device)
     a = len(A)
@@ -176,7 +176,7 @@ def _blocks(x, n_head, heads_only):
     if x.device.type == "cpu":  # elsewhere a launch costs more than a cache miss
         most = max(128, 2 ** 18 // d) if x.element_size() > 2 else max(256, 2 ** 19 * torch.get_num_threads() // d)
         blocks = -(-r // min(most, 2048))
-        r = -(-r // blocks)  # of about one size, or the last could be a few rows
+        r = -(-r // blocks)  # blocks of about one size: no last one of a few rows
     t, u, A = x.new_empty(r, a, b), x.new_empty(r, a, b), A.expand(r, a, a)
     if x.device.type == "cpu" and x.element_size() == 2:
         A = _copies(r, d, n_head, heads_only, x.dtype, x.device)
@@ -205,8 +205,8 @@ def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
 
 
 def _affine_rows(x, weight, shift, out):
-    """out = weight * x + shift, x and out (n, d) in one dtype, the vectors (d,) in that or fp32, shift or None; rounded once. For 16-bit rows
-    beside fp32 vectors a CPU has one operator that needs no copy: BatchNorm of mean 0 and variance 1, 2.4 times as fast as with two copies"""
+    """out = weight * x + shift, rounded once. x and out (n, d) share a dtype; weight (d,) and shift, (d,) or None, are in it or in fp32. For
+    16-bit rows and fp32 vectors a CPU has one operator that needs no copy: BatchNorm of mean 0, variance 1, 2.4 times as fast as two copies"""
     if x.dtype == weight.dtype:
         torch.mul(x, weight, out=out) if shift is None else torch.addcmul(shift, x, weight, out=out)
     elif x.device.type == "cpu":
@@ -218,19 +218,19 @@ def _affine_rows(x, weight, shift, out):
 
 
 def _affine_grads(u, g, weight, of_u, w):
-    """Of y = weight * u + shift, given g = dL/dy, u and g (n, d): weight * g, or None unless of_u; the sums over rows of u * g and of g. On a
-    CPU BatchNorm's derivative (see above) is just that: in 16 bits 2.6 times as fast as plain passes. w (n, d) is scratch of u's dtype"""
+    """Derivatives of y = weight * u + shift; u, g = dL/dy (n, d) -> weight * g (None unless of_u), sums over rows of u * g and of g. On a CPU
+    the derivative of BatchNorm (see above) is just that, in 16 bits 2.6 times as fast as plain passes. w (n, d) is scratch in u's dtype"""
     if u.dtype != g.dtype:  # a residual's gradient may be of any dtype
         u, g = (t.to(torch.promote_types(u.dtype, g.dtype)) for t in (u, g))
         weight, w = weight.to(torch.promote_types(u.dtype, weight.dtype)), torch.empty_like(u)
-    # ones @ g is g.sum(0), up to 2.5 times faster on one thread; out= keeps it in fp32 under autocast. On a GPU it may be in TF32, as on a
-    # CPU where torch.set_float32_matmul_precision("medium") wants products in bf16
+    # ones @ g is g.sum(0), up to 2.5 times faster on one thread; out= keeps it in fp32 under autocast. Not on a GPU, where it may be TF32 (a
+    # CPU may use bf16 if torch.set_float32_matmul_precision("medium") asks for that)
     if u.dtype == weight.dtype and not u.is_cuda:
         ones, sums = u.new_ones(1, len(u)), u.new_empty(2, 1, u.shape[1])
         torch.mm(ones, torch.mul(u, g, out=w), out=sums[0])
         torch.mm(ones, g, out=sums[1])
         return torch.mul(g, weight, out=w) if of_u else None, *sums[:, 0]
-    if u.device.type == "cpu" and len(u):  # without rows PyTorch would divide by 0 there, which ends the process
+    if u.device.type == "cpu" and len(u):  # without rows this operator divides by 0, which ends the process
         mean, var = torch.zeros_like(weight), torch.ones_like(weight)
         return torch.ops.aten.native_batch_norm_backward(g, u, weight, mean, var, None, None, False, 0.0, [of_u, True, True])
     g = g.to(weight.dtype)
@@ -241,17 +241,17 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
     "alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; kept (N, d), if given, is filled with x @ H"
     if x.numel() <= 2 ** 15 and beta is not None and pre is None and kept is None:
         return _few_rows_torch(x, alpha, beta, scale, n_head, heads_only)
-    if x.dtype == torch.float16:  # x H can be above its 65504 where the result is not; on a CPU fp32 products are faster, too
+    if x.dtype == torch.float16:  # x H may pass 65504 where the result does not; on a CPU fp32 products are faster, too
         assert kept is None, "x H may not fit fp16"
         return _transform_torch(x.float(), alpha, beta, pre, scale, n_head, heads_only).to(x.dtype)
     r, transform = _blocks(x, n_head, heads_only)
-    out = x.new_empty(x.shape)  # not empty_like: for a transposed row (d = 1) it keeps strides that views below may not take
+    out = x.new_empty(x.shape)  # not empty_like: it would keep a transposed row's strides (d = 1), which views below may refuse
     wide = torch.promote_types(x.dtype, torch.float32)
     alpha, beta, pre = (v if v is None else v.to(wide) for v in (alpha, beta, pre))
     scaled = None if pre is None else x.new_empty(r, x.shape[1])
     if alpha is not None:
         alpha = alpha * scale
-    elif pre is not None:  # a pass less
+    elif pre is not None:  # saves a pass
         pre, scale = pre * scale, 1.0
     for X, o, u in zip(x.split(r), out.split(r), (out if kept is None else kept).split(r)):  # (r, d) each, the last may be shorter
         if pre is not None:
@@ -267,7 +267,7 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
 
 
 def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
-    "-> (dalpha, dbeta), or, given alpha, (dx, dalpha, dbeta), where x is the x @ H that forward kept: dy is then read only once"
+    "-> (dalpha, dbeta). Given alpha, x is the x @ H that forward kept -> (dx, dalpha, dbeta), for which dy is read only once"
     if x.dtype == torch.float16:  # as in _transform_torch
         assert alpha is None, "x H may not fit fp16"
         return _grads_torch(x.float(), dy.float(), scale, n_head, heads_only)
@@ -275,12 +275,12 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     wide = torch.promote_types(x.dtype, torch.float32)
     dalpha, dbeta = (x.new_zeros(x.shape[1], dtype=wide) for _ in range(2))
     weight, w = torch.ones_like(dalpha) if alpha is None else alpha.to(wide) * scale, x.new_empty(r, x.shape[1])
-    dx = x if alpha is None else torch.empty_like(x)  # x only stands in: without alpha nothing is written
-    for X, g, o in reversed(list(zip(x.split(r), dy.split(r), dx.split(r)))):  # what was written last may still be in cache
+    dx = x if alpha is None else torch.empty_like(x)  # without alpha only a stand-in: nothing is written
+    for X, g, o in reversed(list(zip(x.split(r), dy.split(r), dx.split(r)))):  # last first: it may still be in cache
         v, da, db = _affine_grads(transform(X) if alpha is None else X, g, weight, alpha is not None, w[:len(g)])
         if alpha is not None:
             transform(v, o)                                                               # (alpha * scale * g) H
-        dalpha.add_(da)  # block by block: row after row the sum of 65,536 equal gradients was 6e-4 off
+        dalpha.add_(da)  # by blocks: added row by row, the sum of 65,536 equal gradients was 6e-4 off
         dbeta.add_(db)
     return (dalpha * scale, dbeta) if alpha is None else (dx, dalpha * scale, dbeta)
 
