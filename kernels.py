@@ -287,43 +287,43 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 
 # -----------------------------------------------------------------------------
 # Triton path. A row of d numbers is cut into NT = M * P tiles of W. A program holds R rows, all their tiles, in registers. H is applied:
-#     inside a tile    H_W, by butterflies in fp32; INNER = 0: not at all (a mix over heads). Nothing is rounded to 16 bits before the end.
-#                      Most rows of 16 bits go another way, by products on tensor cores: see _dots.
+#     inside a tile    H_W, by butterflies in fp32, rounded to 16 bits only at the end; not at all if INNER = 0 (a mix over heads).
+#                      Most 16-bit rows take products on tensor cores instead: see _dots.
 #     across tiles     H_M (x) H_P, plain additions of whole tiles in fp32: no shuffles, no shared memory, no padding for orders like 12.
 # The kernels' constexprs, chosen by _plan:
-#     D        d, the elements from one row to the next
-#     M, P     NT = M * P tiles a row: M is m (1, 12, 20 or 28), P a power of two. A mix over heads has a tile for each: NT = h
-#     C, CW    a row is seen as (A, NT, C), and tile n holds its elements (a, n, c) for all a and c. CW is the C channels as a tile holds
-#              them: C itself, except in a mix over heads, where a program takes CW of every head's C channels, or pads C below 128 to a
+#     D        d, the distance in memory from one row to the next
+#     M, P     NT = M * P tiles a row: M is m (1, 12, 20 or 28), P a power of two. In a mix over heads each head is a tile: NT = h
+#     C, CW    a row is seen as (A, NT, C), and tile n holds its elements (a, n, c) for all a and c. CW is the width of C in a tile:
+#              C itself, except in a mix over heads, where a program takes CW of every head's C channels, or pads C below 128 to a
 #              power of two (96 to CW = 128)
-#     W, R     a tile is (R, W), W = A * CW. H_W is H_A (x) H_C, so the factor across tiles stands in the middle of H_A (x) H_NT (x) H_C,
-#              which with A > 1 is the layer's H for, say, 16 heads of 96 = 12 * 8
+#     W, R     a tile is (R, W), W = A * CW. H_W is H_A (x) H_C, and the factor across tiles is the middle one of H_A (x) H_NT (x) H_C.
+#              A > 1 makes this the layer's H for, say, 16 heads of 96 = 12 * 8
 #     V        how many neighbours in a row a thread holds
-#     TURN     by how many places a program's first numbers have been turned: see _inner. 1 where tiles are pieces of 16 bytes (16 heads of
-#              96): so each load takes two neighbouring pieces, a sector of the cache
-# The plans are measured on an H200 (November 2026, 65,536 rows in bf16), which counting instructions in compiled code did not foresee: for
-# d = 1024 it favours tensor cores (12.6 an element; 20 by butterflies), yet 16 rows in four warps of 197 registers took 104 us, and one row
-# in one warp of 64 takes 76, a copy 65. Many small programs hide what each waits for. So, too: no copies ahead into shared memory in a loop
-# over rows (188 us), no vectors loaded before they are wanted (76 to 77). Half the shuffles (_inner) took 241 us to 128 for d = 1536, a copy
-# 97, 190 to 153 for 2048. What is left is mostly the loads of alpha and beta: with pre alone, d = 1024 runs at 0.98 of a copy's rate.
-# The kernels on tensor cores that are here are of later: one warp, no shuffles, 11 to 18 instructions an element. Nobody has timed them.
+#     TURN     by how many places the numbers that a program loads are turned already: see _inner. 1 if A > 1: for 16 heads of 96, whose
+#              tiles are pieces of 16 bytes, each load then takes two neighbouring pieces, a sector of the cache
+# The plans were chosen by timing on an H200 (November 2026, 65,536 rows in bf16). Counting instructions in compiled code misleads: for
+# d = 1024 it favours tensor cores (12.6 an element; butterflies 20), yet these took 104 us (16 rows in four warps of 197 registers),
+# butterflies 76 (one row in one warp of 64), a copy 65. Many small programs hide one another's waits. So a loop over rows that copies ahead
+# into shared memory is slower (188 us), as are vectors loaded before they are wanted (77). Halving the shuffles (_inner) cut 241 us to 128
+# for d = 1536 (a copy: 97), 190 to 153 for 2048. Mostly loads of alpha and beta remain: with pre alone d = 1024 runs at 0.98 of a copy's
+# rate. The tensor-core kernels below are newer: one warp, no shuffles, 11 to 18 instructions an element. Nobody has timed them.
 
 if triton is not None:
 
-    # _inner applies H_W by turns. Threads hold numbers in registers, and lanes' bits and one bit of the registers' (the lowest of a tile's
-    # number) are six places in a ring (less if a row has fewer than 32 threads). A thread and its neighbour in one bit of the lane exchange
-    # a register in two, after which that bit stands in the registers, where a level is plain additions, and the register's bit in the
-    # lanes. So a level takes half a shuffle a number, where with all of it shuffled it would take one; after all lanes' bits everything
-    # has moved on by one place in the ring. What comes out is therefore stored by other threads than those that loaded it: after TURN
-    # calls, tiles 2i and 2i + 1 of a thread are the numbers that _places names.
-    # No selections are needed: of tiles (0, 1) a thread holds (b, 1 - b) where b is the bit of its lane to come, so that it always keeps
-    # the first and sends the second. Having (a, b), a + b and a - b are put in that order by a +-1 on b. a - b may be the negative of
-    # what is meant: that sign depends on the thread alone and does not change any more, so _signs puts all of them right at the end.
+    # _inner applies H_W by turns. The five bits of the lane and one bit of the register (the lowest bit of the tile's number) are six places
+    # in a ring (fewer if a row has fewer than 32 threads). A thread and its neighbour in one lane bit exchange one register of every two.
+    # Then that bit is in the registers, where a level of the butterfly is plain additions, and the former register bit is in the lane. So
+    # a level takes half a shuffle a number, not one. After all lane bits everything has moved on by one place in the ring, and results
+    # are stored by other threads than those that loaded the inputs: after TURN calls, tiles 2i and 2i + 1 of a thread are the numbers
+    # that _places names.
+    # No selections are needed: of tiles (0, 1) a thread holds (b, 1 - b), b being its lane's next bit, so it always keeps the first and
+    # sends the second. Of (x, y), x + y and x - y are put in the next level's order by a factor of +-1 on y. x - y may come out
+    # negated: that sign depends on the thread alone and does not change any more, so _signs corrects all of them at the end.
 
     @triton.jit
     def _places(M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr,
                 TURN: tl.constexpr):
-        "Where in a row a thread's numbers of each tile stand after TURN calls of _inner: a tuple of M * P, (W,) each"
+        "The places in a row of a thread's numbers of each tile, after TURN calls of _inner: a tuple of M * P, (W,) each"
         K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
         L: tl.constexpr = W // (K * V)
         T: tl.constexpr = TURN % (1 + (L > 1) + (L > 2) + (L > 4) + (L > 8) + (L > 16)) if INNER else 0
@@ -341,16 +341,16 @@ if triton is not None:
 
     @triton.jit
     def _signs(scale, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
-        "What a thread's numbers of even and of odd tiles have to be multiplied by after _inner, (1, W) each: +-scale"
+        "The factors, +-scale, for a thread's numbers of even and of odd tiles after _inner: (1, W) each"
         K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
         L: tl.constexpr = W // (K * V)
         T: tl.constexpr = TURN % (1 + (L > 1) + (L > 2) + (L > 4) + (L > 8) + (L > 16)) if P == 1 else 0
         unit = scale, scale
         if INNER and L > 1:
             lane = (tl.arange(0, W) // V % L)[None, :]
-            x = lane & lane >> 1                           # each pair of neighbours that both are 1 is a sign
+            x = lane & lane >> 1                           # a sign for each pair of adjacent bits that are both 1
             if T > 0:
-                x = x & ~(1 << (T - 1))                    # but where the bit of H_M's came between
+                x = x & ~(1 << (T - 1))                    # except where H_M's bit came between
             x = x ^ x >> 2
             x = (x ^ x >> 1) & 1
             even = scale * (1 - 2 * x).to(tl.float32)
@@ -361,8 +361,8 @@ if triton is not None:
 
     @triton.jit
     def _inner(t, R: tl.constexpr, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
-        """The tuple of M * P tiles (R, W), fp32, times H_M (x) H_P (x) H_W: TURN, place and sign as above. Only a row spread over K > 1
-        warps needs shared memory and barriers."""
+        """The tuple of M * P tiles (R, W), fp32, times H_M (x) H_P (x) H_W. For TURN, places and signs see above. Only rows spread over
+        K > 1 warps need shared memory and barriers."""
         K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
         L: tl.constexpr = W // (K * V)
         T: tl.constexpr = TURN % (1 + (L > 1) + (L > 2) + (L > 4) + (L > 8) + (L > 16))
@@ -386,14 +386,14 @@ if triton is not None:
         if P > 1:
             t = _across(t, M, P * V, 2 * V)
         lane = tl.broadcast_to(tl.arange(0, L)[None, :], (R * K, L))
-        for s in tl.static_range(6):                       # bit s - 1 of the lane comes into the registers, 0: what stands there already
+        for s in tl.static_range(6):                       # on bit s - 1 of the lane, moved to the registers; 0: on the bit already there
             if 1 << s <= L and M * P > 1:
                 if s > 0:
                     n = ()
                     for i in tl.static_range(M * P * V):
                         n = n + (tl.gather(t[i], lane ^ (1 << (s - 1)), 1) if i // V % 2 else t[i],)
                     t = n
-                if P == 1 and s == T:                      # the lowest bit of H_M's
+                if P == 1 and s == T:                      # H_M's bit is in registers
                     if s > 0:
                         t = _swap(t, lane >> (s - 1) & 1, M * P, V)
                     t = _across(t, M, V, V)
@@ -432,9 +432,9 @@ if triton is not None:
 
     @triton.jit
     def _grid(t, P: tl.constexpr):
-        """C u + v and C v - u in _across for H_20, in fewer additions: 6 an element, the butterfly included, instead of 10. GF(9) is a
-        3 x 3 grid in which chi(x - y) is 1 along the row and the column of y and -1 elsewhere, so (C x)_y = x_0 - sum + 2 (row + column)
-        - 3 x_y and (C x)_0 = sum; all sums are over the grid, without x_0. The tiles are ten groups of 2 P: x_0, then the grid by rows."""
+        """_across's C u + v and C v - u for H_20, in 6 additions an element, the butterfly included, instead of 10. GF(9) is a 3 x 3 grid
+        in which chi(x - y) is 1 along y's row and column, 0 at y and -1 elsewhere, so (C x)_y = x_0 - sum + 2 (row + column) - 3 x_y and
+        (C x)_0 = sum; all sums are over the grid, without x_0. The tiles are ten groups of 2 P: x_0, then the grid by rows."""
         Q: tl.constexpr = 2 * P
         lines = ()  # sums of 3 rows, then of 3 columns, each for Q tiles
         for row in tl.static_range(3):
@@ -453,7 +453,7 @@ if triton is not None:
 
     @triton.jit
     def _levels(t, NT: tl.constexpr, LEAST: tl.constexpr, END: tl.constexpr):
-        "Butterflies over the tuple of NT tiles: of tiles LEAST apart, then twice that, and so on below END"
+        "Butterflies over the tuple of NT tiles: between tiles LEAST apart, then 2 LEAST, and so on below END"
         for s in tl.static_range(16):
             if LEAST <= 1 << s and 1 << s < END:
                 n = ()
@@ -464,8 +464,8 @@ if triton is not None:
 
     @triton.jit
     def _across(t, M: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr):
-        """H_M (x) H_(P / LEAST) (x) I over the tuple of M * P tiles. M is 1, 12, 20 or 28, the last three of Paley's second construction: with
-        one more butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), at half of the additions."""
+        """H_M (x) H_(P / LEAST) (x) I over the tuple of M * P tiles. M is 1, 12, 20 or 28. The last three are Paley's second construction:
+        after one more butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), in half of the additions."""
         t = _levels(t, M * P, LEAST, P * (1 + (M > 1)))
         if M == 20:
             t = _grid(t, P)
@@ -487,7 +487,7 @@ if triton is not None:
 
     @triton.jit
     def _load_tiles(rows, at, ok, NT: tl.constexpr):
-        "Tuple of NT tiles (R, W), rows (R, 1) pointers. All loads come before the first use, so all are in flight at once."
+        "-> NT tiles (R, W), from pointers rows (R, 1). All loads come before the first use, so all are in flight at once."
         t = ()
         for i in tl.static_range(NT):
             t = t + (tl.load(rows + at[i][None, :], mask=ok, other=0.0),)
@@ -495,8 +495,8 @@ if triton is not None:
 
     @triton.jit
     def _load_vector(v, at, live, R: tl.constexpr, W: tl.constexpr):
-        """W numbers of vector v, repeated for each of R rows: (R, W), fp32, 0 where not live. If they were loaded as a single row, Triton
-        would spread the loads over all threads and then pass the numbers round through shared memory."""
+        """W numbers of vector v, repeated for each of R rows: (R, W), fp32, 0 where not live. Loaded as a single row, they would be spread
+        over all threads by Triton and then passed round through shared memory."""
         at = tl.broadcast_to(v + at[None, :], (R, W))
         if live is None:
             v = tl.load(at)
@@ -507,14 +507,14 @@ if triton is not None:
     @triton.jit
     def _transform(tiles, R: tl.constexpr, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr,
                    TURN: tl.constexpr):
-        "A tuple of M * P tiles (R, W), R rows, times H, unnormalised, in fp32; but for _signs, and one turn further on"
+        "R rows, as a tuple of M * P tiles (R, W), times H, unnormalised, in fp32; without _signs, and one turn further on"
         t = ()
         for i in tl.static_range(M * P):
             t = t + (tiles[i].to(tl.float32),)
         return _inner(t, R, M, P, W, V, TURN) if INNER else _across(t, M, P, 1)
 
-    # N is not specialised, here as below: no instruction would be the better for it, and Triton would compile a kernel each for 1, for multiples
-    # of 16 and for other numbers of rows, in the middle of a run
+    # N is not specialised, here or below: that would improve no instruction, and Triton would compile separate kernels for N = 1, for
+    # multiples of 16 and for all other N, in the middle of a run
     @triton.jit(do_not_specialize=["N"])
     def _hadamard_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
                          C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr,
@@ -541,32 +541,32 @@ if triton is not None:
                 y = y + _load_vector(beta + part, to[i], live, R, W)
             tl.store(out + rows + to[i][None, :], y.to(out.dtype.element_ty), mask=ok)
 
-    # The same on tensor cores, for rows of 16 bits of most widths from 256 to 4096 (_dot_plan). A program is one warp. A tile is 512 numbers,
-    # told apart by nine bits of their place in the row: a s c, eight neighbours in memory (strides 1 2 4); l0 l1 l2; n0 n1 n2. H_2 acts on
+    # The same on tensor cores, for 16-bit rows of most widths from 256 to 4096 (_dot_plan). A program is one warp. A tile is 512 numbers,
+    # indexed by nine bits of their place in the row: a s c, eight neighbours in memory (strides 1 2 4); l0 l1 l2; n0 n1 n2. H_2 acts on
     # each bit by itself, in any order:
     #     a l0 l1 l2   H_16 from the left, on the tile as a matrix of rows (l2 l1 l0 a)
     #     c n0 n1 n2   H_16 from the right, on columns (c n2 n1 n0)
-    #     s            a plain addition
-    # Where d has a factor m of 12 or 20, M = m / 4 tiles stand for it with two of l0 l1 l2: H_m (x) H_4, as M x M blocks of 16 x 16, then takes
-    # the left H_16's place. What remains of a wide row is P tiles, or P times M, and plain additions of whole tiles. A row with a bit too few
-    # shares its tile with a second (R = 2): s tells them apart, and c has stride 2.
+    #     s            a plain sum and difference
+    # Where d has a factor m of 12 or 20, M = m / 4 tiles and two of l0 l1 l2 together index it, and the left H_16 becomes H_m (x) H_4, in
+    # M x M blocks of 16 x 16. The bits left over in a wide row make P tiles (or P times M), combined by plain additions of whole tiles.
+    # A row that is a bit short shares its tile with a second (R = 2): s tells them apart, and c has stride 2.
     #
-    # The bits are dealt out so that each product finds its operand in the very registers that hold it (mma's fragments). So nothing is
-    # shuffled, and loads and stores take 16 bytes (R = 2: 8). A thread loads a s c and, as one register more, l2; its lane is
+    # The bits are dealt out so that each product finds its operand in the registers where mma wants it (its fragments). So nothing is
+    # shuffled, and loads and stores take 16 bytes (R = 2: 8). A thread loads the 16 numbers that differ in a s c l2; its lane is
     # (n2 n1 n0 l1 l0). The left product leaves l2 l1 l0 and two of n in the lane, the right one (l2 l1 l0 n1 n0), and a s c n2 in registers.
-    # The way back, for gradients, from there to what was loaded, is the same with l and a in place of n and c. If Triton chose other layouts
-    # that would cost time, not change a result.
+    # The way back, for gradients, goes from there to the order as loaded, with l and a in the roles of n and c. If Triton chose other
+    # layouts, that would cost time but not change a result.
     #
-    # Products of 16-bit numbers with +-1 are exact, sums are fp32. An fp32 operand goes in as two bf16, which hold 16 bits of it, where the
-    # result keeps 8 or 11; an infinite number makes its row NaN. Constexprs, beside D, M, P and R:
-    #     IN, OUT   strides in memory of the bits of a number's place in a tile, the last first, as loaded and as stored
-    #     MS, PS    distances from one of the M tiles, or of the P, to the next
+    # Products of 16-bit numbers with +-1 are exact, sums are fp32. An fp32 operand is split into two bf16, which hold 16 bits of it (the
+    # result keeps 8 or 11); an infinite number makes its row NaN. Constexprs besides D, M, P and R:
+    #     IN, OUT   strides in memory of the bits of a number's place in a tile, lowest bit first, as loaded and as stored
+    #     MS, PS    distances in memory from one of the M, or of the P, tiles to the next
     #     K         the matrices' signs: see _sign_bits
     #     EXACT     products in fp32, for the interpreter, which multiplies bf16 wrongly (triton-lang/triton, issue 11584)
 
     @triton.jit
     def _spread(STRIDES: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr):
-        "Where a tile's numbers stand in memory, (512,): the bits of their places in the tile have these strides. Not ROWS: in the first row"
+        "A tile's offsets in memory, (512,): the bits of a number's place in the tile have these STRIDES. Not ROWS: all in the first row"
         SIDE: tl.constexpr = 8 // R  # neighbours in memory
         q = tl.arange(0, 512)
         at = q % SIDE
@@ -585,10 +585,10 @@ if triton is not None:
 
     @triton.jit
     def _sign_bits(K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, ONE: tl.constexpr):
-        """Matrix I of the 2 M^2 + 2: M^2 blocks for the left and one for the right, then one for the left and M^2 blocks for the right. 256
-        numbers +-1 in 16 bits (ONE: what 1 is), eight a thread as mma wants them, where K[I] has a bit for each lane, for two of the eight"""
+        """Matrix I of 2 M^2 + 2: forward M^2 left blocks, then one right matrix; back one left, then M^2 right blocks. 256 numbers +-1 in 16
+        bits (ONE: those of 1), eight a thread, as mma wants them. K[I]: a bit for each lane, for two of the eight; H_2 gives the others"""
         q = tl.arange(0, 256)
-        if I == M * M or I > M * M + 1:  # right, bits (1' 0' 2' 2 1, e' e 0): a dash for the result, e for a or c, n or l by their numbers
+        if I == M * M or I > M * M + 1:  # right, bits (1' 0' 2' 2 1, e' e 0): primes are the result's, e is a or c, digits are n's or l's
             sign = tl.where((q & 1) == 1, K[I][1], K[I][0]) >> (q >> 3) ^ q >> 2 & q >> 1
         else:  # left, (2' 1' 0' 1 0, 2 e' e)
             sign = tl.where((q >> 2 & 1) == 1, K[I][1], K[I][0]) >> (q >> 3) ^ q >> 1 & q
@@ -596,7 +596,7 @@ if triton is not None:
 
     @triton.jit
     def _sign_matrix(signs, K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, T: tl.constexpr, EXACT: tl.constexpr):
-        "(16, 16) of it, in T: what _sign_bits says, or, in a loop, from memory, where it has been put"
+        "Matrix I, (16, 16), in T: made by _sign_bits or, in a loop, loaded from signs, stored before"
         if signs is None:
             a = _sign_bits(K, I, M, 0x3F80 if T == tl.bfloat16 else 0x3C00)
         else:
@@ -607,7 +607,7 @@ if triton is not None:
 
     @triton.jit
     def _halves(y, EXACT: tl.constexpr):
-        "fp32 as a sum of two bf16, to 16 bits; rounding the first would take an instruction more, of six"
+        "fp32 as a sum of two bf16, to 16 bits. The first is truncated: rounding takes one more instruction, of six"
         high = y.to(tl.int32, bitcast=True) & -65536  # the upper half of an fp32 is a bf16
         low = (y - high.to(tl.float32, bitcast=True)).to(tl.bfloat16)
         if EXACT:
@@ -617,11 +617,11 @@ if triton is not None:
 
     @triton.jit
     def _dots(t, signs, K: tl.constexpr, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr, EXACT: tl.constexpr):
-        "A tuple of M * P tiles (512,), as IN has their numbers, in 16 bits or fp32, times H, in fp32, as OUT has them; or BACK from OUT to IN"
+        "A tuple of M * P tiles (512,), in 16 bits or fp32, in IN's order, times H: in fp32, in OUT's order. BACK: from OUT's order to IN's"
         WIDE: tl.constexpr = t[0].dtype == tl.float32
         T: tl.constexpr = tl.bfloat16 if WIDE else t[0].dtype
         LEFT: tl.constexpr = M * M + 1 if BACK else 0      # the first matrix
-        ML: tl.constexpr = 1 if BACK else M                # blocks along and across
+        ML: tl.constexpr = 1 if BACK else M                # blocks a side
         MR: tl.constexpr = M if BACK else 1
         if BACK:
             t = _levels(t, M * P, 1, P)
@@ -703,14 +703,14 @@ if triton is not None:
                               P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
                               V: tl.constexpr, TURN: tl.constexpr, RMS: tl.constexpr):
         """out = residual + alpha * scale * (x @ H) + beta and normed = LayerNorm(out), or RMSNorm; stats (2, N): each row's mean and
-        1 / deviation. A program holds whole rows, so the norm's sums cost no memory traffic: two reads and two writes, where the transform,
-        then an addition fused with the norm, take three of each. Heads of 96 stand in tiles of 128: CW > C, and lanes beyond C idle."""
+        1 / deviation. A program holds whole rows, so the norm's sums cost no memory traffic: two reads and two writes, where a transform
+        followed by a fused addition and norm takes three of each. Heads of 96 are in tiles of 128 (CW > C), whose lanes beyond C idle."""
         row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
         rows = row[:, None] * D
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         live = tl.arange(0, W) < C if CW > C else None
         ok = (row < N)[:, None] & live[None, :] if CW > C else (row < N)[:, None]
-        ahead = _load_tiles(residual + rows, to, ok, M * P)  # before any store: after one it would wait, as the addresses might be equal
+        ahead = _load_tiles(residual + rows, to, ok, M * P)  # before any store, which it would wait for, as addresses might be equal
         t = _transform(_load_tiles(x + rows, at, ok, M * P), R, M, P, W, INNER, V, TURN)
         unit = _signs(scale, M, P, W, INNER, V, TURN)
         y = ()
@@ -724,7 +724,7 @@ if triton is not None:
             total = total + v
         mean = tl.sum(total, 1) / D
         if RMS:
-            mean = tl.zeros((R,), tl.float32)  # RMSNorm has none; 0 * mean would make inf nan
+            mean = tl.zeros((R,), tl.float32)  # RMSNorm has none; 0 * mean would be nan for inf
         total = tl.zeros((R, W), tl.float32)
         for i in tl.static_range(M * P):
             v = y[i] - mean[:, None]
@@ -747,9 +747,9 @@ if triton is not None:
                                        RMS: tl.constexpr):
         """All gradients of the kernel above: dresidual = dout + the norm's gradient, dx = scale * ((alpha * dresidual) @ H), and partial
         sums over this program's rows of the gradients of alpha (dresidual * scale * (x @ H)), beta, weight and shift, each in row
-        program_id(0) of a (G, D). In bf16 with an fp32 residual it moves 18 bytes an element; with a second kernel for alpha and beta it
-        was 22, and torch.compile's version of the formula (_norm_backward_torch) and two transforms some 34. On an H200 it runs at 0.8 to 1.0
-        of a copy's rate where it mixes heads only, else at 0.6 to 0.8: beside its sums a thread's registers hold few rows."""
+        program_id(0) of a (G, D). In bf16 with an fp32 residual it moves 18 bytes an element. A second kernel for alpha and beta made that
+        22; torch.compile of the formula (_norm_backward_torch) and two transforms move some 34. On an H200 it runs at 0.8 to 1.0 of a
+        copy's rate if it mixes heads only, else at 0.6 to 0.8: besides its sums a thread's registers hold few rows."""
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         back = _places(M, P, C, CW, W, INNER, V, TURN + 2)
         unit, unit_back = _signs(scale, M, P, W, INNER, V, TURN), _signs(scale, M, P, W, INNER, V, TURN + 1)
@@ -782,7 +782,7 @@ if triton is not None:
             a = tl.sum(a, 1)[:, None] / D
             b = tl.sum(b, 1)[:, None] / D
             if RMS:
-                a = tl.zeros((R, 1), tl.float32)  # the mean's part
+                a = tl.zeros((R, 1), tl.float32)  # no mean
             u = _transform(xs, R, M, P, W, INNER, V, TURN)
             t, na, ne = (), (), ()
             for i in tl.static_range(M * P):
@@ -811,9 +811,9 @@ if triton is not None:
                                C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
                                V: tl.constexpr, TURN: tl.constexpr):
         """Partial sums over this program's rows of dy * scale * (x @ H) and of dy, in row program_id(0) of dalpha and dbeta, (G, D) fp32.
-        Unless dx and alpha are None, also dx = scale * ((alpha * dy) @ H), while dy is at hand: all three gradients at 6 bytes an element
-        in bf16. On an H200 112 us for d = 768, where two kernels take 129, but 446 for 2048, where they take 309. x @ H is recomputed, not
-        saved, as attention keeps x anyway. There are no atomics, so the sums come out the same every time."""
+        Given alpha and dx, also dx = scale * ((alpha * dy) @ H), while dy is at hand: all three gradients at 6 bytes an element in bf16. On
+        an H200 that takes 112 us for d = 768 (two kernels: 129), but 446 for 2048 (two: 309). x @ H is recomputed, not saved, as fused
+        attention keeps x anyway. There are no atomics, so the sums come out the same every time."""
         part = tl.program_id(1) * CW
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         back = _places(M, P, C, CW, W, INNER, V, TURN + 2)
@@ -825,8 +825,8 @@ if triton is not None:
         if dx is not None:
             for i in tl.static_range(M * P):
                 by = by + (_load_vector(alpha + part, to[i], live, R, W) * scale,)
-        # Two stages: the next rows are copied into shared memory meanwhile, where a thread's share of a row is 4 bytes or more; one stage
-        # where they would not fit into the 99 KiB of the smallest cards
+        # With two stages the next rows are copied into shared memory meanwhile, if a thread's share of a row is 4 bytes or more. One stage
+        # if they would not fit into the 99 KiB of the smallest cards
         STAGES: tl.constexpr = 2 if R * M * P * W * x.dtype.element_ty.primitive_bitwidth <= 90 * 4096 else 1
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=STAGES):
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
@@ -857,8 +857,8 @@ if triton is not None:
     def _hadamard_dot_grads_kernel(x, dy, dx, alpha, dalpha, dbeta, signs, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
                                    R: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, MS: tl.constexpr, PS: tl.constexpr, K: tl.constexpr,
                                    EXACT: tl.constexpr):
-        """All three gradients, as above, on tensor cores. Every program puts the same matrices into signs, (2 M^2 + 2, 256), as their bits,
-        and reads them from there, by then from its cache: in registers there is no room for them, and making them anew takes longer."""
+        """All three gradients, as above, on tensor cores. Every program writes the bits of the same matrices to signs, (2 M^2 + 2, 256),
+        and reads them back, by then from its cache: registers have no room for them, and making them anew takes longer."""
         at, to, channel = _spread(IN, R, True), _spread(OUT, R, True), _spread(OUT, R, False)
         first: tl.constexpr = 0x3C00 if x.dtype.element_ty == tl.float16 else 0x3F80
         for i in tl.static_range(2 * M * M + 2):
@@ -881,7 +881,7 @@ if triton is not None:
                     na, nb = na + (da[i] + g * u[i],), nb + (db[i] + g,)
             da = na
             db = nb
-            if P > 2:  # alpha is to be loaded after this: earlier, more would spill
+            if P > 2:  # keeps alpha's loads below, as earlier ones make more spill
                 tl.debug_barrier()
             t = ()
             for i in tl.static_range(M * P):
@@ -899,16 +899,16 @@ if triton is not None:
             tl.store(dbeta + (i // P * MS + i % P * PS) + channel, db[i])
 
 
-# Up to this many rows, the number of an H200's multiprocessors, each row gets a program of its own: by the compiled code a warp then runs
-# half the instructions it would with several rows. Not timed.
+# Up to this many rows (an H200 has as many multiprocessors) each row gets a program of its own. A warp then runs half as many instructions
+# as with several rows, judging by the compiled code; not timed.
 _FEW = 132
 
 
 @lru_cache(256)
 def _plan(d, n_head, heads_only, bits, kind="forward"):
-    """-> (constexprs, num_warps) for the kernels above, or None where the PyTorch path is taken: without Triton; for m above 28; if neither
-    n_head nor d / n_head is a power of two; for a mix over more than 64 heads, or heads whose width is no multiple of 8; for d above 65536,
-    which would spill. For "backward" and the "norm"s None also where two kernels are better.
+    """-> (constexprs, num_warps) for the kernels above. None, which means the PyTorch path: without Triton; for m above 28; if neither n_head
+    nor d / n_head is a power of two; for a mix over more than 64 heads, or over heads whose width is no multiple of 8; for d above 65536,
+    which would spill. For "backward" and the "norm"s also None where two kernels are better.
     bits: 16 or 32, of one element.
     kind: "forward" (or "pre", the same), "few" (at most _FEW rows), "grads" (of alpha and beta), "backward" (of x as well), "norm",
     "norm few", "norm backward"."""
@@ -919,7 +919,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and (d // n_head % 8 or n_head > 64)):
         return None
     if kind == "backward" and (n_head > 48 if heads_only else d > (1024 if bits == 16 else 8192)):
-        return None  # two kernels, at 8 bytes an element for 6: one would spill, or is slower than the two
+        return None  # two kernels move 8 bytes an element, not 6, but one would spill or is slower
     if "norm" in kind and (n_head > 28 if heads_only else d > 768):
         return None  # the same: on an H200, forward and backward, two steps take 0.9 of the time from d = 1024 on
     if heads_only:
@@ -927,19 +927,19 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         CW = W = min(C & -C, 128)
         if CW < C < 128:  # whole heads, of 96 say, in one program: with 32 channels each, three programs read 64 bytes of a head at a time
             CW = W = 1 << (C - 1).bit_length()
-        each = 4 if M * P <= (12 if kind == "backward" else 16) and CW <= C else 2  # numbers of a tile
+        each = 4 if M * P <= (12 if kind == "backward" else 16) and CW <= C else 2  # a thread's, of a tile
         if "norm" in kind:
             each = 2 if kind == "norm" else 1
         warps = 2 if kind in ("grads", "backward") and M * P <= (24 if kind == "backward" else 32) else 4  # with 2 numbers of 32 tiles it spills
-        if kind not in ("forward", "pre", "few") and M * P > (16 if kind == "backward" else 32):  # up to 64 heads: with more it would
-            each = max(1, each // 2)                                                             # spill, and take minutes to compile
-        if kind == "norm" or "few" in kind:  # more would do a narrow tile's work twice
+        if kind not in ("forward", "pre", "few") and M * P > (16 if kind == "backward" else 32):  # up to 64 heads: else it would
+            each = max(1, each // 2)                                                             # spill and take minutes to compile
+        if kind == "norm" or "few" in kind:  # more warps would repeat a narrow tile's work
             warps = max(1, W // (32 * (each if kind == "norm" else 1)))
         R = 1 if "few" in kind else max(1, each * 32 * warps // W)
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
         inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # a thread's numbers: of a tile, of all
-        if "few" in kind and M > 1 and d <= 2560:  # across warps each of M narrow tiles would take up to four barriers, 47 at d = 768
+        if "few" in kind and M > 1 and d <= 2560:  # several warps would need up to four barriers for each of M narrow tiles, 47 at d = 768
             warps = 1
         if kind == "grads":  # a thread has three such sets
             if d <= 3072 or bits == 16:
@@ -956,7 +956,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             if d <= 4096:
                 warps, numbers = 1, 48 if d <= 768 else 128
             else:
-                each, numbers = 8, 128 if d <= 8192 else 64  # the more stand in one thread, the fewer shuffles; above, they would spill
+                each, numbers = 8, 128 if d <= 8192 else 64  # the more a thread holds, the fewer shuffles; above 8192, 128 would spill
         R = 1 if "few" in kind or warps == 1 and d > 768 else max(1, numbers * 32 * warps // d)
         R = 1 << (R.bit_length() - 1)
         R = min(R, max(1, each * 32 * warps // min(64, A * C)))  # 64 numbers or more side by side in memory
@@ -971,8 +971,8 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
 
 @lru_cache(256)
 def _dot_plan(d, n_head, kind="forward"):
-    """-> the constexprs of the kernels on tensor cores, or None: m is 1, 12 or 20, and a tile's nine bits are found in one row or two, of at
-    most 128 numbers a thread, or 64 for all three gradients at once (kind "backward"), where its registers hold five sets"""
+    """-> constexprs of the kernels on tensor cores. None unless m is 1, 12 or 20, and a tile's nine bits are found in one row or two, of at
+    most 128 numbers a thread. All gradients at once (kind "backward") hold five sets in registers: at most 64 numbers, and m up to 12"""
     d, n_head = operator.index(d), operator.index(n_head)
     (mh, ch), (mi, ci) = _split_order(n_head), _split_order(d // n_head)
     m, A, C = max(mh, mi), *((ch, ci) if mi > 1 else (1, ch * ci))  # H_A (x) H_m (x) H_C
@@ -991,7 +991,7 @@ def _dot_plan(d, n_head, kind="forward"):
     else:
         (a, c), l, n, tiles = bits[:2], sorted([*of_m, bits[2]]), bits[3:], []
         IN, OUT = (a, c, *l[:2], *n, l[2], d), (a, c, *n[:2], *l, n[2], d)
-    # What each matrix has at e = 0, from the layer's own, at the places that its bits name
+    # Each matrix's signs at e = e' = 0: the layer's own, at the places that its bits name
     w, q = d // n_head, torch.arange(256, device="cpu")
     H, G = hadamard_matrix(n_head, torch.int8, "cpu"), hadamard_matrix(w, torch.int8, "cpu")
     place = lambda *strides: sum((q[:16] >> i & 1) * s for i, s in enumerate(strides))
@@ -1009,7 +1009,7 @@ def _dot_plan(d, n_head, kind="forward"):
 
 
 @lru_cache(None)
-def _capability(device):  # (0, 0) if not NVIDIA's; the interpreter has an H200's
+def _capability(device):  # (0, 0) if not NVIDIA's; the interpreter is an H200
     if device.type != "cuda":
         return 9, 0
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
@@ -1030,7 +1030,7 @@ def _columns(plan):  # programs along a row: one, except in a mix over heads, wh
 
 
 def _row_major(*tensors):
-    "The tensors row-major, as the kernels read them. A gradient may not be, nor a vector, which may be a slice or an expanded number."
+    "The tensors row-major, as the kernels read them: gradients may not be, and a vector may be a slice or an expanded number."
     return [t if t is None else t.contiguous() for t in tensors]
 
 
@@ -1065,13 +1065,13 @@ def _multiprocessors(device):  # the interpreter has as many as an H200
 
 
 def _programs(N, plan, warps, device, kind):
-    """How many a kernel that sums over rows is given: as many as a multiprocessor's registers hold, 8 warps of 255 a thread, 12 of 168 or 16
-    of 128, as more would run after the others, alone"""
-    numbers = (512 if "K" in plan else plan["R"] * plan["W"]) * plan["M"] * plan["P"] // (32 * warps)  # of a thread, a tensor
+    """How many programs to launch of a kernel that sums over rows: as many as the multiprocessors' registers hold at once, on each 8
+    warps of 255 a thread, 12 of 168 or 16 of 128; more would run later, alone"""
+    numbers = (512 if "K" in plan else plan["R"] * plan["W"]) * plan["M"] * plan["P"] // (32 * warps)  # a thread's, of one tensor
     few = 32 if kind == "backward" or kind == "grads" and plan["INNER"] else 48 if kind == "grads" else 0
     if kind == "norm backward" and not plan["INNER"]:
         few = 16 if plan["W"] > 64 else 12  # 16 heads of 64 take 188 registers
-    if "K" in plan and (_capability(device) == (8, 0) or _capability(device)[0] == 12):  # there 32 take up to 188 registers, elsewhere 168 at most
+    if "K" in plan and (_capability(device) == (8, 0) or _capability(device)[0] == 12):  # there 32 take up to 188 registers, elsewhere 168
         few = 16
     held = 8 if numbers > few else 16 if kind == "grads" and plan["INNER"] and warps == 1 else 12  # several warps a row: up to 168
     return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, held // warps))
