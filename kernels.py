@@ -1111,12 +1111,12 @@ def _grads_triton(x, dy, scale, n_head, heads_only, alpha=None):
 
 # -----------------------------------------------------------------------------
 # The operators. As H is its own transpose, the gradients of hadamard and of hadamard_grads are made of these two again, so they suffice
-# for derivatives of any order. hadamard_backward gives all first derivatives of hadamard at once, for when they are not differentiated
-# again: on a GPU in one kernel; on a CPU, where products cost more than bytes, from x H, which hadamard_kept saves in x's place. That
-# takes no more memory unless what made x keeps x, too (tanh does, our attention does not). hadamard_norm adds what follows in a block.
+# for derivatives of any order. hadamard_backward gives all first derivatives of hadamard at once, if they are not differentiated again:
+# on a GPU in one kernel; on a CPU, where products cost more than bytes, from x H, which hadamard_kept saves instead of x. That takes no
+# more memory, unless what made x keeps x, too (tanh does, blocked attention does not). hadamard_norm adds the residual and the norm.
 
 
-def _check_orders(d, n_head, heads_only):  # called inside the operators: outside, torch.compile would trace it
+def _check_orders(d, n_head, heads_only):  # called inside operators: elsewhere torch.compile would trace it
     _check_order(n_head, "n_head")
     if not heads_only:
         _check_order(d // n_head, "d" if n_head == 1 else "d / n_head")
@@ -1128,14 +1128,14 @@ def _on_triton(x, n_head, heads_only, kind="forward"):
 
 
 def _sums(x):
-    "Empty (d,), for two sums over the rows of x (N, d), in fp32 or wider"
+    "Two empty (d,), in fp32 or wider, for sums over the rows of x (N, d)"
     return tuple(x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(2))
 
 
 @_operator("hadamard", lambda x, *_: torch.empty_like(x))
 def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | None, pre: torch.Tensor | None, scale: float,
               n_head: int, heads_only: bool) -> torch.Tensor:
-    "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta beside alpha only"
+    "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta only with alpha"
     assert alpha is not None or beta is None, "beta without alpha"
     _check_orders(x.shape[1], n_head, heads_only)
     run = _transform_triton if _on_triton(x, n_head, heads_only) else _transform_torch
@@ -1161,7 +1161,7 @@ def _hadamard_kept(x: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, sca
 @_operator("hadamard_backward", lambda x, *_: (torch.empty_like(x), *_sums(x)))
 def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, scale: float, n_head: int, heads_only: bool,
                        kept: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "-> (scale * ((alpha * dy) @ H), sum over rows of dy * scale * u, sum over rows of dy), u = x @ H; if kept, x already is that u"
+    "-> (scale * ((alpha * dy) @ H), sum over rows of dy * scale * u, sum over rows of dy), u = x @ H; if kept, x is already u"
     if kept:
         return _grads_torch(x, dy, scale, n_head, heads_only, alpha)
     if _on_triton(x, n_head, heads_only, "backward") or _on_triton(x, n_head, heads_only) and _by_dots(x, n_head, heads_only, "backward"):
@@ -1211,7 +1211,7 @@ def _save_kept(ctx, inputs, output):
 def _backward_kept(ctx, dy, du):  # y = alpha * scale * u + beta, u = x H
     u, alpha = ctx.saved_tensors
     scale, *heads = ctx.how
-    dx = None if du is None else _hadamard(du.contiguous(), None, None, None, 1.0, *heads)  # only where a derivative is differentiated
+    dx = None if du is None else _hadamard(du.contiguous(), None, None, None, 1.0, *heads)  # du: only if a derivative is differentiated
     if dy is None:
         return dx, None, None, None, None, None
     dy = dy.to(u.dtype).contiguous()
@@ -1231,7 +1231,7 @@ _hadamard_kept.register_autograd(_backward_kept, setup_context=_save_kept)
 _hadamard_grads.register_autograd(_backward_grads, setup_context=_save_grads)
 
 
-@_operator("hadamard_norm", lambda x, residual, *_: (  # x.shape[0]: len(x) would fix the number of rows in compiled code
+@_operator("hadamard_norm", lambda x, residual, *_: (  # not len(x), which would fix the number of rows in compiled code
     torch.empty_like(residual), torch.empty_like(x), x.new_empty(2, x.shape[0], dtype=torch.promote_types(residual.dtype, torch.float32))))
 def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, weight: torch.Tensor,
                    shift: torch.Tensor | None, scale: float, eps: float, rms: bool, n_head: int,
@@ -1251,7 +1251,7 @@ def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head
     wide = torch.promote_types(residual.dtype, torch.float32)
     wider = x.float() if x.dtype == torch.float16 else x  # so that only the sum is rounded, to residual's dtype
     out = (residual + _hadamard(wider, alpha, beta, None, scale, n_head, heads_only)).to(residual.dtype)
-    # on a CPU LayerNorm takes 16-bit rows with fp32 vectors, but returns the rows' dtype: too narrow if x's, which is wanted, is wider
+    # a CPU's LayerNorm takes 16-bit rows with fp32 vectors, but returns the rows' dtype: too narrow if x's, that of normed, is wider
     as_it_is = not rms and out.device.type == "cpu" and torch.promote_types(x.dtype, out.dtype) == out.dtype
     y = out if as_it_is else out.to(wide)
     weight = weight.to(wide)
@@ -1266,14 +1266,14 @@ def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head
 
 def _norm_backward_torch(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only, dstats=None):
     mean, rstd = stats[:, :, None]                                                         # (N, 1)
-    weight = weight.to(torch.promote_types(weight.dtype, stats.dtype))                     # 16 bits times 16 would round, fp16 overflow
-    if rms or dstats is not None or torch.is_grad_enabled():  # differentiated again. PyTorch's own derivative takes stats for constants
+    weight = weight.to(torch.promote_types(weight.dtype, stats.dtype))                     # a 16-bit product would round, fp16 overflow
+    if rms or dstats is not None or torch.is_grad_enabled():  # PyTorch's derivative takes stats for constants if differentiated again
         unit = (out - mean) * rstd                                                         # (N, d)
         g = dnormed * weight
         dy = g - unit * (g * unit).mean(-1, keepdim=True)
         dy = rstd * (dy if rms else dy - g.mean(-1, keepdim=True)) + dout
         dweight, dshift = (dnormed * unit).sum(0, dtype=stats.dtype), dnormed.sum(0, dtype=stats.dtype) if has_shift else None
-        if dstats is not None:  # from the derivative of this very formula
+        if dstats is not None:  # if this formula was itself differentiated
             dmean, drstd = dstats[:, :, None] / out.shape[1]
             dy = dy - unit * rstd ** 2 * drstd + (0 if rms else dmean)
     else:
@@ -1291,7 +1291,7 @@ def _hadamard_norm_backward(
         x: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, dout: torch.Tensor, dnormed: torch.Tensor, alpha: torch.Tensor,
         weight: torch.Tensor, has_shift: bool, scale: float, rms: bool, n_head: int, heads_only: bool
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    "-> gradients of x, residual, alpha and beta (the last two fp32 or wider), weight and shift (in stats' dtype; empty if no shift)"
+    "-> gradients of x, residual, alpha and beta (these two fp32 or wider), weight and shift (in stats' dtype; empty without shift)"
     run = _norm_backward_triton if _norm_on_triton(x, out, n_head, heads_only) else _norm_backward_torch
     return run(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only)
 
@@ -1319,8 +1319,8 @@ _hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
 
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
-    """Whether hadamard_affine_norm is one kernel on a GPU: it is where a program holds whole rows and an H200 was faster so, up to d = 768,
-    or where it mixes heads only (at d = 1024 not when last timed, of more programs than now)"""
+    """Whether hadamard_affine_norm is one kernel on a GPU: where a program can hold whole rows, up to d = 768, above which an H200 was slower
+    so, or for a mix over up to 28 heads (slower at d = 1024 when last timed, with more programs than now)"""
     if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
         return False
     plan = _plan(d, n_head, heads_only, 16, "norm")
@@ -1328,7 +1328,7 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):
-    "Which path hadamard_affine takes on this device but for fp64, which is always PyTorch's, in words, for a log. ValueError as there"
+    "In words, for a log: the path hadamard_affine takes on this device (always PyTorch's for fp64). The same sizes raise ValueError"
     if n_head < 1 or d % n_head:
         raise ValueError(f"hadamard_path: d={d} is no multiple of n_head={n_head}")
     _check_orders(d, n_head, heads_only)
@@ -1361,11 +1361,10 @@ def hadamard_transform(x, scale=1.0):
 
     x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype; on the Triton path sums are
     fp32. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it
-    orthogonal. Unlike that package's, d = 768 is the true H_768, not a cut-off H_1024. For d = 2^k H is the package's, for 12 * 2^k
-    that of its hadamard_transform_12N; its 20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Before it is
-    scaled x H may reach d times the largest |x|, which fp32 and bf16 hold up to 3.4e38. Raises
-    ValueError for an order that does not exist (not on meta), TypeError for another dtype or a scale that wants a gradient,
-    NotImplementedError under forward-mode differentiation.
+    orthogonal. Unlike in that package, d = 768 takes the true H_768, not a cut-off H_1024. For d = 2^k H is the package's, for 12 * 2^k
+    that of its hadamard_transform_12N; its 20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Before
+    scaling, x H may reach d times the largest |x|; fp32 and bf16 hold up to 3.4e38. Raises ValueError for an order that does not exist
+    (not on meta), TypeError for another dtype or a scale that wants a gradient, NotImplementedError under forward-mode differentiation.
     """
     _reverse_mode_only("hadamard_transform")
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
@@ -1376,12 +1375,12 @@ def hadamard_transform(x, scale=1.0):
 def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     """alpha * (x @ H / sqrt(d)) + beta [1, eq. 1], in one pass over memory, with gradients of any order for x, alpha and beta.
 
-    x: (..., d); dtypes and errors as for hadamard_transform. alpha, beta: tensors (d,) of any of these dtypes, often fp32 beside bf16 rows;
-    gradients are in their own. Returns x's shape and dtype. Another shape, or an n_head that does not divide d, is a ValueError.
+    x: (..., d); dtypes and errors as for hadamard_transform. alpha, beta: tensors (d,) of any of these dtypes, often fp32 with bf16 rows;
+    each gradient has its tensor's dtype. Returns x's shape and dtype. Wrong shapes and an n_head that does not divide d are ValueErrors.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d. For most sizes that is the same matrix; for all, the inner factor H_(d/h) can be
     folded into the value projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
-    On tensor cores (16-bit rows of most widths from 256 to 4096) alpha's gradient holds 16 bits of x @ H, an error of some 5e-6, and
-    a row with an infinite number, or a sum beyond fp32's range, is all NaN.
+    On tensor cores (16-bit rows of most widths from 256 to 4096) alpha's gradient is made of 16 bits of x @ H, an error of some 5e-6, and
+    a row with an infinite number, or a sum beyond fp32's range, comes out all NaN.
     """
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)
@@ -1392,7 +1391,7 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
                          f"alpha {tuple(alpha.shape)}, beta {tuple(beta.shape)}, n_head {n_head}")
     _check_devices("hadamard_affine", x, alpha, beta)
     scale = (n_head if heads_only else d) ** -0.5
-    if alpha.requires_grad and torch.is_grad_enabled() and not x.is_cuda and x.dtype != torch.float16:  # which x H may not fit
+    if alpha.requires_grad and torch.is_grad_enabled() and not x.is_cuda and x.dtype != torch.float16:  # x H may not fit fp16
         return _hadamard_kept(rows, alpha, beta, scale, n_head, heads_only)[0].view(x.shape)
     return _hadamard(rows, alpha, beta, None, scale, n_head, heads_only).view(x.shape)
 
@@ -1401,9 +1400,9 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     """y = residual + hadamard_affine(x, alpha, beta, n_head, heads_only), and LayerNorm(y) * weight + shift: the end of an attention block
     and the start of what follows, in one pass. rms = True takes RMSNorm.
 
-    x (..., d); residual (..., d), any float dtype, often wider; alpha, beta, weight, shift (d,), shift or None. Returns y in residual's
-    dtype and its norm in x's, (..., d) both. Differentiable to any order in all six. In bf16 one pass moves 8 bytes an element. Off
-    the Triton path, and where hadamard_norm_is_fused is False, it is two steps, which move 12.
+    x (..., d); residual (..., d), any float dtype, often wider; alpha, beta, weight, shift (d,); shift may be None. Returns y in residual's
+    dtype and its norm in x's, both (..., d). Differentiable to any order in all six. In bf16 one pass moves 8 bytes an element. Off
+    the Triton path, and where hadamard_norm_is_fused is False, two steps move 12.
     """
     _reverse_mode_only("hadamard_affine_norm")
     rows, before = _as_rows("hadamard_affine_norm", x), _as_rows("hadamard_affine_norm", residual, "residual")
@@ -1430,20 +1429,20 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
 #
 #     dc_t = o_t dh_t + e_(t+1)    do_t = dh_t c_t    dz_t = (1 - f_t) dc_t    df_t = (c_(t-1) - z_t) dc_t    dc_0 = e_1
 #
-# Besides the inputs both paths keep only the state before every chunk of FO_CHUNK steps (in PyTorch CPU_CHUNK): `edges`, (T / FO_CHUNK rounded
+# Besides the inputs both paths keep only the state before each chunk of FO_CHUNK steps (in PyTorch CPU_CHUNK): `edges`, (T / FO_CHUNK rounded
 # up, B, H). From these the backward pass recomputes the steps in between. It never inverts the recurrence: c_(t-1) = (c_t - ..) / f_t is
-# lost as soon as f is small. Least traffic for N = B*T*H elements in bf16, gates fused: 8 N bytes forward (3 logits in, h out), 14 N
-# backward (3 logits and dh in, 3 gradients out), and in each 4 N / FO_CHUNK = N / 4 more for the edges.
+# lost as soon as f is small. Least traffic for N = B*T*H elements in bf16, gates fused: forward 8 N bytes (3 logits in, h out), backward
+# 14 N (3 logits and dh in, 3 gradients out), and 4 N / FO_CHUNK = N / 4 more each way for the edges.
 FO_CHUNK, CPU_CHUNK = 16, 8
 
 
 def _fo_spans(B, T, H):
     """How the CPU cuts time: a list of spans (t, K, L), each K chunks of L steps from step t on, walked side by side.
 
-    One call does one step of all K chunks, K * B * H numbers. With few channels a call costs more than its work: then chunks are CPU_CHUNK
-    steps long, and a span takes only that many calls; otherwise K = 1. In a span a bank takes up to 1 MB in fp32 (or CPU_CHUNK steps), so
-    that all banks stay in cache (with 2 MB it is 1.1 times slower at H = 1024); with few channels 2 MB, as from 32,768 numbers on a call
-    uses several threads (B 16, T 125, H 256: both passes take 0.8 of the time that 1 MB in chunks of 16 steps takes)."""
+    One call does one step of all K chunks, K * B * H numbers. If B * H is small, a call costs more than its work: then chunks are CPU_CHUNK
+    steps long, and a span takes only that many calls; otherwise K = 1. A bank's span takes up to 1 MB in fp32 (or CPU_CHUNK steps), so that
+    all banks stay in cache (with 2 MB it is 1.1 times slower at H = 1024); if B * H is small 2 MB, as calls of 32,768 or more numbers use
+    several threads (B 16, T 125, H 256: both passes take 0.8 of the time of 1 MB in chunks of 16 steps)."""
     few = B * H <= 2 ** 13
     most = max(1, (2 ** 19 if few else 2 ** 18) // max(1, CPU_CHUNK * B * H)) * CPU_CHUNK  # steps
     spans, t = [], 0
@@ -1461,14 +1460,14 @@ def _fo_gates_torch(scratch, banks, t, act):
     for row, bank in zip(scratch, banks):
         row.copy_(bank[:, t:t + row.size(1)])
     if act:
-        # tanh x = 2 sigmoid(2x) - 1 takes a quarter of torch.tanh's time on an EPYC, thrice on a Xeon; off by 2e-7 at most in fp32, absolute
+        # tanh x = 2 sigmoid(2x) - 1 takes 1/4 of torch.tanh's time on an EPYC, 3 times it on a Xeon; absolute error at most 2e-7 in fp32
         scratch[0].mul_(2)
         scratch.sigmoid_()
         torch.add(scratch.new_tensor(-1.0), scratch[0], alpha=2, out=scratch[0])
 
 
 def _fo_walk(z, f, c):
-    "Fills the steps of c (B, K, L + 1, H) after its first, z, f (B, K, L, H) -> the slices (B, K, H) of f at each step"
+    "z, f (B, K, L, H); fills all steps of c (B, K, L + 1, H) but its first -> f's slices (B, K, H), one for each step"
     fs, cs = f.unbind(2), c.unbind(2)
     for z_t, f_t, c_prev, c_t in zip(z.unbind(2), fs, cs, cs[1:]):
         torch.lerp(z_t, c_prev, f_t, out=c_t)  # z + f (c - z), exact at f = 0 and f = 1
@@ -1480,12 +1479,12 @@ def _fo_forward_torch(z, f, o, c0, act):
 
     What counts on a CPU is fresh memory: with a page fault every 4 KB, writing 33 MB never touched before (one bank of B 16, T 512, H 1024
     in fp32) costs more than activating all three banks again. So each span is worked on in the same scratch, which stays in cache, and only
-    h and the edges are new memory. Scratch has the inputs' layout: to gather each step's rows from B places made the copies, half of the
+    h and the edges are new memory. Scratch has the inputs' layout: gathering each step's rows from B places made the copies, half of the
     time, twice as slow. Where fp32 tensors of 30 MB and more are common, THP_MEM_ALLOC_ENABLE=1 in the environment (PyTorch's huge pages)
     helps.
 
-    Of K > 1 chunks walked side by side, only the first knows the state it starts from. So each starts from 0: its true state is c + p * (the
-    state before the chunk), p the product of its f so far. The states before chunks follow one by one.
+    Of K > 1 chunks walked side by side, only the first has a known starting state. So all start from 0: the true state is c + p * (the
+    state before the chunk), p the product of the chunk's f so far. The states before chunks are then found one by one.
     """
     B, T, H = z.shape
     state, spans = torch.promote_types(z.dtype, torch.float32), _fo_spans(B, T, H)
@@ -1513,7 +1512,7 @@ def _fo_forward_torch(z, f, o, c0, act):
                 torch.addcmul(after[k - 1], p[k - 1], before[k - 1], out=before[k])
             c[:, :, 1:].addcmul_(f_, start[:, :, None])
         last.copy_(end[:, -1])
-        m = -(-L // CPU_CHUNK)  # edges of a chunk: one, but for a span that is one long chunk
+        m = -(-L // CPU_CHUNK)  # edges of a chunk: one, unless the span is one long chunk
         edges[t // CPU_CHUNK:t // CPU_CHUNK + K * m].unflatten(0, (K, m)).copy_(c[:, :, :L:CPU_CHUNK].permute(1, 2, 0, 3))
         torch.mul(o_, c[:, :, 1:], out=o_)
         h[:, t:t + K * L].copy_(o_.flatten(1, 2))
@@ -1533,7 +1532,7 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
     for t, K, L in reversed(spans):
         n = K * L * B * H
         _fo_gates_torch(memory[:3 * n].view(3, B, K * L, H), (z, f, o), t, act)
-        z_, f_, o_, dc, w = memory[:5 * n].view(5, B, K, L, H)  # (B, K, L, H) each, w for whatever comes next
+        z_, f_, o_, dc, w = memory[:5 * n].view(5, B, K, L, H)  # (B, K, L, H) each, w is scratch
         c = memory[5 * n:][:K * (L + 1) * B * H].view(B, K, L + 1, H)
         m = -(-L // CPU_CHUNK)
         c[:, :, 0] = edges[t // CPU_CHUNK:t // CPU_CHUNK + K * m:m].transpose(0, 1)  # every chunk starts on an edge
@@ -1549,7 +1548,7 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
         dcs = dc.unbind(2)
         for j in reversed(range(L - 1)):
             dcs[j].addcmul_(fs[j + 1], dcs[j + 1])  # dc_t = o_t dh_t + f_(t+1) dc_(t+1)
-        if K > 1:  # the next chunk's e adds to dc_t: e times w, the product of f from step t + 1 to the chunk's end
+        if K > 1:  # dc_t gains the next chunk's e times w, the product of f from step t + 1 to the chunk's end
             w[:, :, -1] = 1
             ws = w.unbind(2)
             for j in reversed(range(L - 1)):
@@ -1597,7 +1596,7 @@ if triton is not None:
 
     @triton.jit
     def _fo_compose(c, at, step, parts, n, live, U: tl.constexpr):
-        "c passed through n maps c -> prod(f) c + part: their prods lie at `at`, at + step, .., each part `parts` after its prod"
+        "c passed through n maps c -> prod(f) c + part. The prods are at `at`, at + step, .., each part is `parts` after its prod"
         for k in range(0, n, U):
             ps, qs = (), ()
             for u in tl.static_range(U):  # all loads first, as in the kernels below
@@ -1610,7 +1609,7 @@ if triton is not None:
 
     @triton.jit
     def _fo_rows(x, S: tl.constexpr, D: tl.constexpr):
-        "(D, S) -> its S columns, (D,) each: what a warp each held before, all in every warp"
+        "(D, S), spread over the warps -> its S columns, (D,) each, all in every warp"
         if S == 1:
             return (tl.reshape(x, (D,)),)
         else:
@@ -1619,7 +1618,7 @@ if triton is not None:
 
     @triton.jit
     def _fo_hand_on(c, p, q, s, S: tl.constexpr, D: tl.constexpr, BACK: tl.constexpr):
-        "Warp s maps c -> p c + q, the first (BACK: the last) warp first -> what each warp gets, (S, D), what the last hands on, the product"
+        "Takes c through the warps' maps c -> p c + q (BACK: last warp first) -> what each gets, (S, D); what the last hands on; p's product"
         pq = _fo_rows(tl.reshape(tl.permute(tl.join(p, q), (1, 0, 2)), (D, 2 * S)), 2 * S, D)  # in one trip through shared memory
         got, prod = tl.zeros_like(p), tl.zeros_like(c) + 1
         for k in tl.static_range(S - 1 if BACK else 0, -1 if BACK else S, -1 if BACK else 1):
@@ -1643,13 +1642,13 @@ if triton is not None:
         into sum (2, segments, B, H). SEGMENTED: it gets the state before its segment by composing the maps of the segments before it.
         ACT: inputs are logits. PTX: see _fo_sigmoid. Strides H and ST are constants: a step's address is then part of its instruction.
 
-        Its S warps share the channels and cut each round of S * U steps among them, row s of a tile (S, D) being warp s: each finds the map
-        of its own U steps, gets from those before it the state it starts from, and walks its steps again, two instructions each."""
+        All S warps have the same channels and split each round of S * U steps. Warp s is row s of a tile (S, D): it finds the map of its
+        own U steps, gets its starting state from the warps before it, and walks its steps again, two instructions each."""
         dtype: tl.constexpr = edge_ptr.dtype.element_ty
         W: tl.constexpr = S * U
         seg, segs = tl.program_id(1), tl.num_programs(1)
         if SEGMENTED:
-            seg = segs - 1 - seg  # from the end on, as the launch before read that last: some may still be in the cache
+            seg = segs - 1 - seg  # last first: the launch before read the end last, and some may still be in the cache
         b = (tl.program_id(0) // tl.cdiv(H, D)).to(tl.int64)
         i = tl.program_id(0) % tl.cdiv(H, D) * D + tl.arange(0, D)
         s = tl.arange(0, S)[:, None]
@@ -1664,10 +1663,10 @@ if triton is not None:
         n = tl.minimum(T - seg * L, L)
         if SUMMARY:
             n *= (seg < segs - 1).to(tl.int32)  # nobody reads the last segment's map
-        t, left = (seg * L).to(tl.int64) + s * U, (n - s * U) * live[None, :].to(tl.int32)  # left (S, D): the interpreter cannot broadcast
-        at, to, edge = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], (t // U * B + b) * H + i[None, :]  # masks of scalars
-        # One step in flight at a time would be bound by latency, 20 times off the memory's rate. So each step is loaded a round ahead, f and z
-        # while the ones in their places are activated, o while h is written.
+        t, left = (seg * L).to(tl.int64) + s * U, (n - s * U) * live[None, :].to(tl.int32)  # (S, D): the interpreter cannot broadcast masks
+        at, to, edge = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], (t // U * B + b) * H + i[None, :]
+        # With one step in flight at a time, latency would hold it to 1/20 of the memory's rate. So each step is loaded a round ahead: f and z
+        # while this round's are activated, o while h is written.
         fz, os = (), ()
         for u in tl.static_range(U):
             fz = fz + _fo_load(f_ptr, z_ptr, at + u * ST, u < left, ACT, True)
@@ -1700,7 +1699,7 @@ if triton is not None:
     def _fo_backward_kernel(z_ptr, f_ptr, o_ptr, edge_ptr, dh_ptr, dc_last_ptr, dz_ptr, df_ptr, do_ptr, dc0_ptr, sum_ptr, B, T, sb, db, L,
                             H: tl.constexpr, ST: tl.constexpr, DT: tl.constexpr, ACT: tl.constexpr, SUMMARY: tl.constexpr,
                             SEGMENTED: tl.constexpr, PTX: tl.constexpr, U: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
-        """As the forward kernel, but the rounds and the warps' turns are in reverse: the carry is e = f dc, a map e -> prod(f) e + part. A
+        """As the forward kernel, with rounds and warps in reverse order; what is carried is e = f dc, a map is e -> prod(f) e + part. A
         warp walks its U steps forward, from its edge, for c, do and its map, and then back for dz and df."""
         dtype: tl.constexpr = edge_ptr.dtype.element_ty
         G: tl.constexpr = dz_ptr.dtype.element_ty
@@ -1722,13 +1721,13 @@ if triton is not None:
             e = _fo_compose(e, sum_ptr + (segs - 1) * B * H + row, -B * H, segs * B * H, segs - 1 - seg, live, U)
         n = tl.minimum(T - seg * L, L)
         if SUMMARY:
-            n *= (seg > 0).to(tl.int32)  # nor, backward, the first's
+            n *= (seg > 0).to(tl.int32)  # nobody reads the first's
         chunks = tl.cdiv(n, W)
         t = (seg * L + (chunks - 1) * W).to(tl.int64) + s * U
         at, to, out = b * sb + t * ST + i[None, :], (b * T + t) * H + i[None, :], b * db + t * DT + i[None, :]  # z, f, o; dh; dz, df, do
         edge = (t // U * B + b) * H + i[None, :]
-        left = (tl.minimum(n - (chunks - 1) * W, n) - s * U) * live[None, :].to(tl.int32)  # a warp's steps below it are there, none if T = 0
-        fz, og, c = (), (), tl.zeros((S, D), dtype)  # of the round whose turn is next: f and z; o and dh; the states before the warps' steps
+        left = (tl.minimum(n - (chunks - 1) * W, n) - s * U) * live[None, :].to(tl.int32)  # a warp has its steps u < left, none if T = 0
+        fz, og, c = (), (), tl.zeros((S, D), dtype)  # for the next round: f and z; o and dh; the states before the warps' steps
         if not SUMMARY:
             c = tl.load(edge_ptr + edge, left > 0, 0.0)
         for u in tl.static_range(U):
@@ -1781,11 +1780,10 @@ if triton is not None:
         """-> banks with equal strides and channels side by side (copies if need be), grid, steps of a segment, settings.
 
         With one warp to 32 channels an H200 (November 2026, B 16, T 1024, H 1024 in bf16) took 80 us forward and 125 backward: one warp on
-        each scheduler, waiting for itself. With four that share the channels it takes 46 and 99, of floors of 33 and 57. Where B * H
-        is 16384 or more the programs walk all of T; with fewer channels it is cut into at most 128 segments, up to some 131072 (channel,
-        warp) pairs; a first launch then reads z and f (backward f, o and dh) for the maps of all segments but one, in bf16 up to 4 N (6 N)
-        bytes more. These
-        bounds are calculated: at B 1, T 16384 they give 75 and 126 us.
+        each scheduler, waiting for itself. With four that share the channels it takes 46 and 99; the traffic alone, 33 and 57. If B * H is
+        16384 or more, programs walk all of T. Otherwise T is cut into at most 128 segments, up to some 131072 (channel, warp) pairs; a
+        first launch then reads z and f (backward f, o and dh) for the maps of all segments but one, in bf16 up to 4 N (6 N) bytes more.
+        These bounds are calculated: at B 1, T 16384 they give 75 and 126 us.
         """
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
@@ -1793,7 +1791,7 @@ if triton is not None:
         T, S, D = max(T, 1), FO_WARPS, FO_CHANNELS  # no steps are one segment, too: c_last = c0 has to be written
         segments = 1 if B * H >= 16384 else min(128, triton.cdiv(131072, B * H * S), triton.cdiv(T, 4 * FO_CHUNK))
         length = triton.cdiv(T, segments)
-        whole = FO_CHUNK * S if length > FO_CHUNK * S else FO_CHUNK  # rounds, in which every warp has steps
+        whole = FO_CHUNK * S if length > FO_CHUNK * S else FO_CHUNK  # a round, all warps having steps
         length = triton.cdiv(length, whole) * whole
         segments = triton.cdiv(T, length)  # rounding length up can leave fewer
         ptx = z.is_cuda and torch.version.hip is None and z.dtype != torch.float64
@@ -1859,7 +1857,7 @@ def _fo_op(banks: list[torch.Tensor], c0: torch.Tensor | None) -> tuple[torch.Te
     z, f, o = banks[0].chunk(3, dim=-1) if act else banks
     forward = _fo_forward_triton if z.is_cuda and triton is not None else _fo_forward_torch
     h, c_last, edges = forward(z, f, o, c0, act)
-    return h, c_last, edges.flatten()  # flat: compiled code would depend on whether a dimension of chunks has size 1
+    return h, c_last, edges.flatten()  # flat: else compiled code would depend on whether there is just one chunk
 
 
 @_operator("fo_pool_backward", lambda banks, edges, dh, _: (
@@ -1938,8 +1936,8 @@ def qrnn_pool(gates, c0=None):
 
 # -----------------------------------------------------------------------------
 # Rotary positions backward: from the gradients of q, k, v, in heads, that of the projection they were cut from. torch.compile makes one
-# kernel of these turns, the transpose and the join, whose threads each fetch a pair by two-byte loads, for all of the output: on an H200
-# (B 32, T 1024, 12 heads of 64, bf16) 390 us for bytes worth 75. Written in other ways, by halves, by roll or by pairs, it is no faster.
+# kernel of the rotation, the transpose and the join. Its threads fetch pairs by two-byte loads, for all of the output: on an H200 (B 32,
+# T 1024, 12 heads of 64, bf16) it takes 390 us, where the traffic alone takes 75. By halves, by roll or by pairs it is no faster.
 
 if triton is not None:
 
@@ -1947,8 +1945,8 @@ if triton is not None:
     def _rope_backward_kernel(dx_ptr, cos_ptr, sin_ptr, out_ptr, T, h, sb, sh, st, C, w: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
                               U: tl.constexpr):
         """One program: R positions of one batch row in U heads, of dx (B, h, T, w), strides sb, sh, st, 1, into rows of out, C apart.
-        Without cos and sin (T, w / 2) it copies. One head is a tile (R, W): so in 16 bits a thread has 8 numbers in a row, and of cos and
-        sin the 4 that these need, and nothing goes through shared memory."""
+        Without cos and sin (T, w / 2) it copies. A head is a tile (R, W). In 16 bits a thread then has 8 neighbouring numbers and just
+        the 4 of cos and sin that they need, and nothing goes through shared memory."""
         b, t, u = tl.program_id(2).to(tl.int64), tl.program_id(0).to(tl.int64) * R, tl.program_id(1).to(tl.int64) * U
         r, i, p = tl.arange(0, R)[:, None], tl.arange(0, W)[None, :], tl.arange(0, W // 2)[None, :]
         rows = tl.minimum(T - t, R).to(tl.int32)
@@ -1969,7 +1967,7 @@ if triton is not None:
             tl.store(out_ptr + (u + n) * w + r * C + i, x.to(out_ptr.dtype.element_ty), live[n])
 
     def _rope_tile(h, w):
-        "The kernel's constexprs: each of 128 threads has, in 16 bits, up to four loads of 16 bytes at a time"
+        "The kernel's constexprs: in 16 bits each of 128 threads has up to four loads of 16 bytes in flight"
         W = max(2, triton.next_power_of_2(w))
         return dict(w=w, W=W, R=max(1, 1024 // W), U=min(4, h))
 
@@ -2003,10 +2001,10 @@ def _rope_fake(grads, cos, sin):
 
 @_operator("rope_backward", _rope_fake)
 def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """grads (B, h, T, w) of q, k and of more parts, with any strides -> that of the parts side by side, (B, T, parts * h * w): those of q
-    and k, whose pairs (x_2i, x_2i+1) were turned by the angles of cos and sin (T, 1, w / 2) fp32, turned back in fp32 or wider, the others
-    as they are. Not differentiable. Tables of other shapes that broadcast, such as one for each sequence, take the PyTorch path. ValueError
-    where a part has a shape of its own, as k and v of grouped queries have, where w is odd, or for several devices."""
+    """Gradients (B, h, T, w) of q, k and more parts, any strides -> that of the parts side by side, (B, T, parts * h * w). Those of q and k,
+    whose pairs (x_2i, x_2i+1) were turned by the angles of cos and sin, (T, 1, w / 2) fp32, are turned back in fp32 or wider; the others
+    are copied. Not differentiable. Other shapes of cos and sin that broadcast, such as tables for each sequence, take the PyTorch path.
+    ValueError if the parts' shapes differ (as with grouped queries), if w is odd, or for several devices."""
     _check_devices("rope_backward", *grads, cos, sin)
     if any(g.shape != grads[0].shape or g.size(-1) % 2 for g in grads):
         raise ValueError(f"rope_backward: expected gradients of one shape (B, h, T, w), w even, got {[tuple(g.shape) for g in grads]}")
