@@ -1,12 +1,12 @@
 """
-The models of the three papers, every variant behind a flag that stands beside its mathematics.
+The models of three papers. Every variant is a flag, tested right next to the mathematics it selects.
 
     GPT     decoder-only transformer; attn_out = dense | hadamard | head_hadamard | identity | none   [1]
                                       attn     = mha | dva | dva_outer                                [2]
     SHAQ    one attention head over LSTMs or quasi-recurrent nets with a memory; SHAQ_PRESETS holds every ablation   [3]
 
 Below them: LAMB, [3]'s optimiser, and what the training scripts share, from the choice of a device to loading a checkpoint.
-To import it needs torch and kernels.py beside it, nothing else; to run it, prepare_data.py too.
+Importing this file needs only torch and kernels.py; running it also needs prepare_data.py.
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "        samples from a trained model
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2 (and v1)
@@ -50,8 +50,8 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    attn: str = "mha"             # mha | dva | dva_outer [2]; these two have no output projection
-    attn_out: str = "dense"       # dense | hadamard | head_hadamard | identity | none: what stands in W_O's place, for mha
+    attn: str = "mha"             # mha | dva | dva_outer [2]; neither dva form has an output projection
+    attn_out: str = "dense"       # dense | hadamard | head_hadamard | identity | none: W_O or its substitute, for mha
     mlp: str = "swiglu"           # swiglu | gelu | none
     pos: str = "rope"             # rope | learned
     norm: str = "layernorm"       # layernorm | rmsnorm
@@ -62,10 +62,10 @@ class GPTConfig:
     init: str = "gpt2"            # gpt2 | torch: PyTorch's own defaults, embeddings N(0, 1), as in the book that [2] follows
 
 
-# To add one: its name here and a branch beside the others'. A new attn_out's branch stands in Attention.forward, before the error, and finds
-# alpha and beta ready, in fp32 (identity casts them); parameters of its own are made in Attention.__init__ and started in GPT.init_weights
-# (flops_per_token counts those of two dimensions). A fixed tensor is a buffer, persistent=False, drawn by a generator of its own: the global
-# one's next numbers are the other weights'. train_gpt.py, compare and scaling take it; prefill, decode and train those in bench.py's OUTS.
+# To add a choice, add its name here and a branch next to the existing ones. For attn_out, the branch goes into Attention.forward before the
+# error, where alpha and beta exist in fp32 (identity casts them). Create other parameters in Attention.__init__ and initialise them in
+# GPT.init_weights (flops_per_token counts matrices only). Make a fixed tensor a buffer with persistent=False and draw it from a generator of
+# its own, or the other weights change. train_gpt.py, compare and scaling take any choice; prefill, decode and train those in bench.py's OUTS.
 CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])
@@ -89,9 +89,9 @@ SIZES = {  # [1, table 2 and v1's sizes]: these reproduce every published parame
 
 
 def hadamard_heads(config):
-    """The h of the layer's H = H_h (x) H_(d/h): n_head where both factors exist, so that the inner one can be folded into W_V; else 1, the
-    plain H_d. [1] leaves the choice open. Of SIZES only in base, 16 heads of 96, do the two differ: the layer has H_16 (x) H_96, where
-    hadamard_matrix(1536) is H_12 (x) H_128."""
+    """h in the layer's H = H_h (x) H_(d/h): n_head if both factors exist, so that the inner one can be folded into W_V; otherwise 1, the plain
+    H_d. [1] leaves the choice open. In SIZES the two differ only for nano, H_4 (x) H_40 instead of H_20 (x) H_8, and base, H_16 (x) H_96
+    instead of H_12 (x) H_128."""
     d, h = config.n_embd, config.n_head
     if _split_order(h) and _split_order(d // h):
         return h
@@ -114,22 +114,22 @@ def make_norm(config):
 
 
 def rope_table(block_size, width, device=None, dtype=torch.float32):
-    """cos and sin of position * 10000^(-2i/width): (block_size, 1, width / 2) each, fp32 or, for fp64, that; RoFormer, arXiv:2104.09864. By
-    fp64: angles in fp32 put cos and sin off by 5e-5 at position 1,000, by 5e-3 at 100,000. On the CPU, as Apple's GPUs have no fp64."""
+    """cos and sin of position * 10000^(-2i/width), (block_size, 1, width / 2) each, in fp32 or wider (RoFormer, arXiv:2104.09864). Computed in
+    fp64, as angles in fp32 would put them off by 5e-5 at position 1,000, 5e-3 at 100,000, and on the CPU, as Apple's GPUs have no fp64."""
     frequency = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
     angle = torch.arange(block_size, device="cpu")[:, None, None] * frequency
     return [t.to(device or torch.get_default_device(), torch.promote_types(dtype, torch.float32)) for t in (angle.cos(), angle.sin())]
 
 
 def rope(x, cos, sin):
-    """Rotate the pairs (x_2i, x_2i+1) of x (B, T, heads, width) by their position's angles, in fp32 or wider. Hugging Face's Llama
-    pairs x_i with x_(i + width/2): the same model, once each head's rows of W_Q and W_K are put in that order."""
+    """Rotate each pair (x_2i, x_2i+1) of x (B, T, heads, width) by its position's angle, in fp32 or wider. Hugging Face's Llama pairs
+    x_i with x_(i + width/2): the same model, once the rows of each head in W_Q and W_K are reordered to match."""
     if cos.element_size() < 4:
         raise ValueError(f"rope: cos and sin are in {cos.dtype}, expected fp32; FSDP needs MixedPrecisionPolicy(cast_forward_inputs=False)")
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     if x.device.type == "cpu" or x.is_cuda and not torch.compiler.is_compiling():  # one pass: on a CPU 5 times faster than four over reals
         y = torch.view_as_real(torch.view_as_complex(y) * torch.complex(cos, sin))
-    else:  # torch.compile makes one pass of this and one of its gradient, but not of complex numbers, nor of x_2i and x_2i+1 taken apart
+    else:  # torch.compile makes one pass each of this and its gradient, but cannot with complex numbers or with x_2i and x_2i+1 split apart
         y = y * cos[..., None] + y.flip(-1) * torch.stack((-sin, sin), -1)
     return y.flatten(-2).to(x.dtype)
 
@@ -150,12 +150,12 @@ def kept(x, p, generator=None):
     return keep.view(x.shape).to(x.dtype)
 
 
-BLOCK_ROWS = 128  # on a GPU four times as many: fewer launches, and gradients of k and v that are added to less often. On a CPU in 16 bits,
-# where each product lays k or v out anew, twice as many for wide heads: 0.6 to 0.8 of the time with matrix units, without 0.94 to 1.07
+BLOCK_ROWS = 128  # four times as many on a GPU: fewer launches, and fewer additions to the gradients of k and v. On a CPU in 16 bits, where
+# each product copies k or v to a new layout, twice as many for wide heads: 0.6 to 0.8 of the time with matrix units, 0.94 to 1.07 without
 
 
 def query_blocks(q, k):
-    "[(first row, end)]. All but the last end at a multiple of 8 keys: a GPU's fast 16-bit products want rows of 16 bytes"
+    "[(first row, end)] of each block. All but the last end at a multiple of 8 keys: a GPU's fast 16-bit products want 16-byte multiples"
     T = q.size(1)
     step = BLOCK_ROWS * (4 if q.device.type != "cpu" else 2 if q.element_size() == 2 and q.size(-1) > 64 else 1)
     edges = [0, *range(step - (k.size(1) - T) % 8, T, step), T]
@@ -163,8 +163,8 @@ def query_blocks(q, k):
 
 
 def causal_weights(q, k, i, e, dropout, seed, P=None):
-    """For query rows i to e: n, how many keys the last one sees; P = softmax(q k^T / sqrt(w)), causal (N, e - i, n), computed unless given.
-    Where dropout drops a weight, it is held as a negative: P.relu() are those that stay, P.abs() all."""
+    """For query rows i to e: n, the number of keys the last row sees, and P = softmax(q k^T / sqrt(w)), causal, (N, e - i, n), computed unless
+    given. Weights that dropout drops are stored negated: P.relu() has those that stay, P.abs() all."""
     n = e + k.size(1) - q.size(1)  # the queries are the last of all positions
     if P is None:
         scores = torch.bmm(q[:, i:e] * q.size(-1) ** -0.5, k[:, :n].mT)  # (N, e - i, n)
@@ -189,12 +189,11 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
     P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         q_r is None    out = P v                         v of any width
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
-    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). keys, values (N, S, as k and v), if
-    given, are used in the place of k and v, which are only their last rows, those that get a gradient; without q_r. seed: the dropout's, ()
-    int64 on the CPU, drawn by the caller, as a forward pass that is run again must find the same; None: no dropout, or the GPU's generator.
-    keep: each block's P stays for the backward pass, as the second output; else that pass computes it again, and memory is linear in T.
-    In 16 bits scores are rounded, where PyTorch's fused operator keeps fp32: results are 2 times as far off at scores of standard deviation
-    1, 7 times at 9."""
+    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). keys, values (N, S, as k and v): optional,
+    without q_r; they replace k and v, which then are just their last rows, the only ones to get a gradient. seed: dropout's, () int64 on the
+    CPU, drawn by the caller so that a repeated forward pass gets the same one; None: no dropout, or the GPU's generator. keep: return each
+    block's P as the second output, for the backward pass; otherwise that recomputes it, and memory is linear in T. In 16 bits scores are
+    rounded, where PyTorch's fused operator keeps fp32: errors are 2 times as large if scores have standard deviation 1, 7 times if 9."""
     k, v = (k, v) if keys is None else (keys, values)
     out, Ps = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), []
     for i, e in query_blocks(q, k):
@@ -211,16 +210,16 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
                                k_r: torch.Tensor | None, keys: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None,
                                dropout: float, Ps: list[torch.Tensor]) -> list[torch.Tensor]:
     "g (N, T, width of out), out's gradient -> those of q, k, v, and of q_r, k_r if given"
-    new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # there beta=0 keeps NaN (pytorch/pytorch, issue 194442)
+    new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # MPS keeps NaN if beta=0 (pytorch/pytorch, issue 194442)
     own = k.size(1)
     k, v = (k, v) if keys is None else (keys, values)
-    past = (k.size(1) - own) // 8 * 8  # rows before get no gradient; up to 7 get one in vain, for products of whole 16 bytes, see above
+    past = (k.size(1) - own) // 8 * 8  # earlier rows get no gradient; up to 7 get one in vain: products want multiples of 8, see above
     dq, dk, dv = map(new, (q, k[:, past:], v[:, past:]))
     if q_r is not None:
         dq_r, dk_r = new(q_r), new(k_r)
     scale, blocks = 1 / (1 - dropout), query_blocks(q, k)  # all gradients are linear in g: its scale, dropout's, is left to the last products
     for (i, e), P in reversed(list(zip(blocks, Ps or [None] * len(blocks)))):
-        beta = int(e < q.size(1))  # 0: overwrite, 1: add. The last rows, which see all keys, come first and find nothing to add to
+        beta = int(e < q.size(1))  # 0: overwrite, 1: add. The last block, which sees all keys, comes first and overwrites
         n, P = causal_weights(q, k, i, e, dropout, seed, P)
         W = P.relu() if dropout else P                                                   # (N, e - i, n), as are G, dWG, dG, dP
         if q_r is None:
@@ -267,7 +266,7 @@ def attention_gradients(ctx, g, _):
     if g is None:
         return (None,) * 10
     q, k, q_r, v, k_r, keys, values, seed, *Ps = ctx.saved_tensors
-    with torch._C._DisableAutocast():  # it may be on here, though it was not in forward, and would cast some of the products
+    with torch._C._DisableAutocast():  # may be on though it was off in forward, and would cast some products
         dq, dk, dv, *more = blocked_attention_backward(g, q, k, q_r, v, k_r, keys, values, seed, ctx.dropout, Ps)
     dq_r, dk_r = more or (None, None)
     return dq, dk, dq_r, dv, dk_r, None, None, None, None, None
@@ -278,11 +277,11 @@ blocked_attention_backward.register_autograd(_once("attention"))
 
 
 def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
-    """softmax(q k^T / sqrt(w)) v, always causal, or with q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All (B, h, T, w), v of
-    any width without q_r; k, v, k_r may hold S >= T positions, the last T of them the queries' own. Returns (B, h, T, width of v or k_r),
-    under autocast in its dtype. One query, T = 1, also takes a mask (1, S) in the dtype of q: 0 where it may look, -inf elsewhere.
-    new = (k', v'): the last rows of k and v again, then the only ones that get a gradient: for a memory that needs none, without q_r or mask.
-    dropout always drops: pass 0 in evaluation. ValueError for other shapes. Way 1 below is differentiable once, in reverse mode."""
+    """softmax(q k^T / sqrt(w)) v, always causal, or given q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All are (B, h, T, w); v may
+    have any width without q_r; k, v, k_r may hold S >= T positions, the last T being the queries' own. Returns (B, h, T, width of v or k_r), in
+    autocast's dtype if that is on. A single query (T = 1) may have a mask (1, S) in q's dtype: 0 where it may look, -inf elsewhere.
+    new = (k', v') repeats the last rows of k and v; only these get a gradient, for a memory that needs none; not with q_r or mask.
+    dropout is always applied: pass 0 in evaluation. ValueError for other shapes. Way 1 below is differentiable once, in reverse mode."""
     if not 0 <= dropout < 1:
         raise ValueError(f"attention: dropout={dropout}: expected 0 to below 1")
     fits = (q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3)
@@ -299,13 +298,13 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     T, S = q.size(2), k.size(2)
     _check_devices("attention", *(t for t in (q, k, v, q_r, k_r, *(new or ())) if t is not None))
     new = new if torch.is_grad_enabled() or dropout else None
-    # One of three ways. The third, the last four lines, is the definition; the others give the same for less time or memory:
-    # 1. Blocks of query rows: on a CPU for training, over a memory (T < S), and where no flash kernel serves (heads above 256, the outer
-    #    form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16, T 1024, one head of 768 with values of 1,536, they
-    #    take 0.96 ms, q k^T whole as long, PyTorch's operator 8.7.
-    # 2. PyTorch's fused operator, for heads up to 256; on a CPU of any width, but only without gradients: forward it takes 0.8 to 1.0 of the
-    #    time of blocks in fp32, 0.3 to 0.6 in bf16; with the backward pass in bf16 1.5 to 1.7 times theirs at T = 256, 0.9 at 1024.
-    # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of them, a block with dropout 13 and 18.
+    # One of three ways. The third, the last five lines, is the definition; the others give the same result for less time or memory:
+    # 1. Blocks of query rows, for T > 1: over a memory (T < S); on a CPU wherever way 2 is not taken; elsewhere if no flash kernel fits (heads
+    #    above 256, the outer form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16, T 1024, one head of 768 with
+    #    values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
+    # 2. PyTorch's fused operator, for heads up to 256. On a CPU, for T > 1, any width, but v as wide as q, and no gradients or dropout:
+    #    forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.5 to 1.7 at T = 256, 0.9 at 1024.
+    # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block with dropout.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
     if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
         flash = flash and q.size(-1) == v.size(-1)
@@ -316,8 +315,9 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         (k_new, v_new), memory = ((k, v), (None, None)) if new is None else (new, (k.detach(), v.detach()))
         # autocast's dtype, as PyTorch's operator does
         flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k_new, q_r, v_new, k_r, *memory)]
-        # P stays where it holds at most twice what q, k, v and the output do: on a CPU both passes are 1.1 to 1.3 times as fast. Not compiled:
-        # how many blocks there are would fix T in the code. In a CUDA graph it must, as only the GPU's generator draws anew at each replay
+        # Keep P if it is at most twice as large as q, k, v and the output together: on a CPU 1.1 to 1.3 times as fast, both passes. Not when
+        # compiled: the list of blocks would fix T in the code. Always in a CUDA graph, as only the GPU's generator draws anew at each replay,
+        # and so over a memory on a GPU, where steps must draw the same with and without a graph
         keep = not torch.compiler.is_compiling() and (
             S <= 4 * (q.size(-1) + v.size(-1)) or q.is_cuda and (T < S or torch.cuda.is_current_stream_capturing()))
         # with and without gradients alike: reentrant checkpointing runs forward once in each way
@@ -346,7 +346,7 @@ class Dropout(nn.Dropout):
 
 
 def heads(qkv, table, n_head, d):
-    """qkv (B, T, 3d), or dva's (B, T, 5d) -> q, k (B, h, T, d_h), turned where there is a table; v, as wide, or [V, K_R]; q_r, or None"""
+    """qkv (B, T, 3d), for dva (B, T, 5d) -> q, k (B, h, T, d_h), rotated if table is given; v, as wide, or [V, K_R]; q_r or None"""
     # Split before there are heads: after, torch.compile (2.11 to 2.13) failed for a GPU, on the gradient of heads wider than 256
     qk, rest = qkv.split((2 * d, qkv.size(2) - 2 * d), 2)                                # Q and K; V, or V, K_R and Q_R
     qk = qk.unflatten(2, (2 * n_head, -1))                                               # (B, T, 2h, d_h)
@@ -372,9 +372,8 @@ class TurnedHeads(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with four choices in the place of its output projection [1], or Dynamic Value Attention [2]: query B gets
-    sum_A S(B, A) v_R(B, A) over keys A, S = softmax(Q K^T / sqrt(d_h)), causal, with a value v_R that depends on the query, too. (In the
-    shapes below B is the batch.)
+    """Multi-head attention with four alternatives to its output projection [1], or Dynamic Value Attention [2], whose values depend on the
+    query too: query B gets the sum over keys A of S(B, A) v_R(B, A), S = softmax(Q K^T / sqrt(d_h)), causal. (In shapes B is the batch.)
 
         dva        v_R(B, A) = v(A) + r(B, A), r(B, A) = q_R(B) * k_R(A), elementwise [2, eq. 6-8]. q_R(B) does not depend on A:
                    sum_A S(B, A) (v(A) + q_R(B) * k_R(A)) = S V + Q_R * (S K_R)                one attention with values [V, K_R]
@@ -404,8 +403,8 @@ class Attention(nn.Module):
         self.resid_dropout = Dropout(config.dropout)
 
     def forward(self, x, table=None, cache=None, at=None, mask=None, residual=None, norm=None):
-        """x (B, T, d) -> (B, T, d); with residual and norm: residual + that, and its norm, in one pass. table: rope's cos and sin. cache: k
-        (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's places in it, (start, stop), or with mask (1, length) an int64 (1,)."""
+        """x (B, T, d) -> y (B, T, d) or, given residual and norm, residual + y and its norm, in one pass. table: rope's cos and sin. cache: k
+        (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's positions in it, (start, stop) or, with mask (1, length), int64 (1,)."""
         B, T, d = x.shape
         qkv = self.c_attn(x)                                                             # (B, T, 3d or 5d)
         turned = (table is not None and qkv.is_cuda and triton is not None and torch.is_grad_enabled()
@@ -490,10 +489,10 @@ HEAD_LOGITS = 2**26  # that exist at a time, on a GPU four times as many; a glob
 
 class HeadLoss(torch.autograd.Function):
     """Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> scalar, fp32 or wider. Targets of -100
-    do not count, as in F.cross_entropy. grads: whether backward may follow, which forward cannot see by itself.
+    do not count, as in F.cross_entropy. grads: whether backward may follow, which forward itself cannot see.
 
-    By slices of rows, whose gradients are made while their logits are there: of all N x V logits no more than HEAD_LOGITS exist at a time,
-    where the plain way keeps them twice in 16 bits and twice in fp32 (65,536 tokens of GPT-2's vocabulary: 40 GB)."""
+    Takes x in slices of rows and computes each slice's gradients along with its logits: at most HEAD_LOGITS of the N x V logits exist at a
+    time. The plain way keeps all, twice in 16 bits and twice in fp32: 40 GB for 65,536 tokens of GPT-2's vocabulary."""
     @staticmethod
     def forward(ctx, x, weight, targets, grads):
         if x.dim() != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:  # one target would count for all rows
@@ -516,7 +515,7 @@ class HeadLoss(torch.autograd.Function):
             top = logits.amax(-1, keepdim=True)
             own = logits.gather(1, target) - top                                         # the target's, at most 0
             # loss = lse - own, lse = logsumexp(logits - top); p = (softmax(logits) - one-hot(target)) / count, 0 where it does not count.
-            # With top added to both, logits of 20 would round a loss of 1e-3 by 1e-3.
+            # Were top added back to both, rounding would put a loss of 1e-3 off by 0.1% at logits of 20.
             if torch.compiler.is_compiling():  # one kernel each, that reads logits; a scatter would write and read all of p in fp32
                 lse = (logits - top).exp_().sum(-1, keepdim=True).log_()
                 own_column = target.int() == torch.arange(len(weight), dtype=torch.int32, device=x.device)  # int64 would take twice as long
@@ -566,7 +565,7 @@ def cross_entropy(logits, targets):
 
 
 def breakdown(model, parts):
-    "{part: parameters}. A parameter is of the first of parts, {word: part}, whose word is in its name: StopIteration where there is none"
+    "{part: parameters}. parts: {word: part}; a parameter belongs to the first whose word is in its name, StopIteration if none is"
     counts = dict.fromkeys(parts.values(), 0)
     for name, p in model.named_parameters():
         counts[next(part for word, part in parts.items() if word in name)] += p.numel()
@@ -587,8 +586,8 @@ def evaluating(model):
 
 
 def sample(logits, temperature, top_k, u):
-    """One token for each row of logits (B, V), by u (B, 1) in [0, 1): (B, 1). top_k: of the k likeliest and those level with the last of
-    them. In fp64, so that the draw does not depend on the last bits of a sum; on the CPU for Apple's GPUs, which have no fp64."""
+    """Draw one token per row of logits (B, V) with u (B, 1), uniform in [0, 1) -> (B, 1). top_k: only from the k likeliest and ties with the
+    last of them. In fp64, so that the draw does not depend on a sum's last bits; on the CPU for Apple's GPUs, which have no fp64."""
     if not 0 <= temperature < math.inf or (top_k or 0) < 0:
         raise ValueError(f"temperature={temperature}, top_k={top_k}: expected a finite temperature >= 0 and top_k >= 0")
     if temperature == 0:
@@ -603,8 +602,8 @@ def sample(logits, temperature, top_k, u):
 
 
 def draws(n, temperature, idx, generator):
-    """n times u for sample(), (n, B, 1), drawn at once: to draw each when it is wanted would make a GPU wait for the CPU at every token.
-    temperature 0 draws none."""
+    """sample()'s u for n tokens, (n, B, 1), drawn at once: drawing each when needed would make a GPU wait for the CPU at every token.
+    Zeros, not drawn, at temperature 0."""
     if n < 0 or idx.dim() != 2 or not idx.size(1):
         raise ValueError(f"{n} tokens after a prompt of shape {tuple(idx.shape)}: expected 0 or more after 1 or more, (B, T)")
     u = torch.zeros(n, len(idx), 1, dtype=torch.float64, device=generator.device)
@@ -613,15 +612,15 @@ def draws(n, temperature, idx, generator):
 
 @lru_cache(None)
 def side_stream(device, step):
-    """Training's steps have one of their own, as from torch 2.12 on a graph that goes takes along the workspace that cuBLAS keeps for its
-    stream, which the others recorded there go on using (pytorch/pytorch, issue 193402)"""
+    """The stream to record graphs on. Training steps have their own: from torch 2.12 on, a graph that is freed takes its stream's cuBLAS
+    workspace with it, though other graphs recorded there still use it (pytorch/pytorch, issue 193402)"""
     return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
 def beside(device):
-    """On a GPU what runs inside runs on the stream on which captured() records steps, as a gradient has to be added to on the stream on
-    which the first was"""
+    """On a GPU, run the body on the stream where captured() records training steps: autograd has to add to a gradient on the stream
+    where it first did"""
     if device.type != "cuda":
         yield
         return
@@ -634,13 +633,13 @@ def beside(device):
 
 
 def captured(work, device, keep=(), pool=None):
-    """work(), which takes no arguments and leaves its results in tensors that stay where they are -> the same as one CUDA graph; on other
-    devices work itself. Before it can be recorded it must run once: the tensors in keep are put back as they were. The graphs of training's
-    steps work in one pool of memory (torch.cuda.graph_pool_handle())."""
+    """Record work() as one CUDA graph -> a function that replays it; on other devices, work itself. work takes no arguments and leaves its
+    results in tensors that stay where they are. It must run once before it is recorded: the tensors in keep are restored afterwards.
+    pool: the memory that all graphs of training steps share (torch.cuda.graph_pool_handle())."""
     if device.type != "cuda":
         return work
     with torch.cuda.device(device):
-        # detached: what adds up a parameter's gradient stays on the stream where the parameter was first used, and so would not be recorded
+        # detached: autograd adds up a parameter's gradient on the stream of its first use, and this one is not recorded
         before, side = [t.detach().clone() for t in keep], side_stream(torch.cuda.current_device(), pool is not None)
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         try:
@@ -648,7 +647,7 @@ def captured(work, device, keep=(), pool=None):
             with torch.cuda.stream(side):
                 work()
             torch.cuda.current_stream().wait_stream(side)
-            gc.collect()  # a graph or a Triton kernel in a cycle that died while this records would end that (pytorch/pytorch, issue 161037)
+            gc.collect()  # collecting a graph or a Triton kernel while this records would end the recording (pytorch/pytorch, issue 161037)
             gc.disable()
             # records, runs nothing; another thread, such as one that pins a DataLoader's batches, may go on with what it does
             with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
@@ -722,7 +721,7 @@ class GPT(nn.Module):
                 p.normal_(0.0, 0.02 * branch)
             elif name.endswith("alpha"):
                 # The papers do not say. H keeps a vector's norm, c_proj scales it by 0.02 sqrt(d) branch: with this alpha the residual
-                # stream starts as with the dense layer. With alpha = branch it ends 0.05 nats per byte behind that (README)
+                # stream starts as with dense. With alpha = branch the loss ends 0.05 nats per byte above dense's (README)
                 p.fill_(0.02 * len(p) ** 0.5 * branch)
             elif name.startswith(("wte", "wpe", "lm_head")) or name.endswith(("c_attn.weight", "c_fc.weight")):
                 p.normal_(0.0, 0.02)
@@ -732,8 +731,8 @@ class GPT(nn.Module):
                 raise RuntimeError(f"nothing initialises {name}: add it to GPT.init_weights")
 
     def hidden(self, idx, cache=None, pos=0):
-        """idx (B, T) of tokens at positions pos.. -> final normalised states (B, T, d). pos: a number, or for one token with a cache an int64
-        tensor (1,), so that every step of generation is the same work."""
+        """Tokens idx (B, T), the first at position pos -> final normalised states (B, T, d). pos: a number or, for one token with a cache,
+        an int64 tensor (1,), so that all steps of generation run the same operations."""
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
         T, x = idx.size(1), self.wte(idx)                                                # (B, T, d)
@@ -752,15 +751,15 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def forward(self, idx, targets=None, cache=None, pos=0):
-        """idx: (B, T) int64. Without targets: logits (B, T, vocab_size). With targets (B, T): mean cross entropy in nats, fp32 or wider, of
-        those that are not -100. cache (from new_cache) holds what attention needs of earlier tokens; idx then starts at position pos."""
+        """idx (B, T) int64 -> logits (B, T, vocab_size) or, given targets (B, T), mean cross entropy in nats, fp32 or wider, over targets
+        other than -100. cache (from new_cache) holds what attention needs of earlier tokens; idx then starts at position pos."""
         if targets is not None and targets.shape != idx.shape:
             raise ValueError(f"targets have shape {tuple(targets.shape)}: expected that of idx, {tuple(idx.shape)}")
         x = self.hidden(idx, cache, pos)
         if targets is None:
             return self.lm_head(x)
         usual = plain(self.lm_head, nn.Linear) and self.lm_head.bias is None
-        if not usual or product_dtype(x) == torch.float16:  # whose gradients need the loss scale, known only in backward
+        if not usual or product_dtype(x) == torch.float16:  # fp16's gradients need the loss scale, known only in backward
             return cross_entropy(self.lm_head(x), targets)
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
@@ -773,9 +772,9 @@ class GPT(nn.Module):
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None, use_cache=True):
         """Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token.
-        The window: past block_size tokens it is cut to its last half and filled again, so that one pass over half a block serves half a
-        block of new tokens. use_cache = False computes every window afresh, in the same way: the same tokens, slowly. On a GPU the
-        model and the draw are one CUDA graph for each token; one thread at a time. On a CPU it is faster under torch.inference_mode()."""
+        When the window outgrows block_size tokens, only its last half is kept and read again: one pass over half a block for each half block
+        of new tokens. use_cache=False recomputes the window for each token: the same tokens, slowly. On a GPU, model and draw are one CUDA
+        graph, replayed for each token; one thread at a time. On a CPU it is faster under torch.inference_mode()."""
         size = self.config.block_size
         generator = generator or torch.Generator().manual_seed(1337)  # never the global one: sampling must not change a training run
         uniform = draws(max_new_tokens, temperature, idx, generator)
@@ -816,9 +815,9 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T=None):
-        """Floating-point operations of forward and backward for one token: 6 for every weight of a matrix product (with the head; without
-        table look-ups, vectors and the Hadamard transform's additions), 6 T d for each of attention's T x T products (two, in dva three),
-        counted without the causal mask, as is customary. A fixed matrix that is no Parameter would be left out: add 4 for each number."""
+        """Floating-point operations per token, forward and backward: 6 for each weight of a matrix product (the head counts; table look-ups,
+        vectors and the Hadamard transform's additions do not) and 6 T d for each of attention's T x T products (two; dva: three), as if
+        there were no causal mask, as is customary. A fixed matrix that is no Parameter is not counted: add 4 for each of its entries."""
         c, T = self.config, T or self.config.block_size
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
         head = c.vocab_size * c.n_embd if self.tied() else 0
@@ -832,7 +831,7 @@ class GPT(nn.Module):
         return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device, dtype)
 
     def _apply(self, fn, recurse=True):
-        "What .to() and its kin do, but that a cast must not round the angles, and to_empty() must neither lose them nor untie the head"
+        "Called by .to() and its kin: a cast must not round the angles, and to_empty() must neither lose them nor untie the head"
         tied, cos = self.tied(), getattr(self, "cos", None)
         super()._apply(fn, recurse)
         if cos is not None and self.cos is not cos:
