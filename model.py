@@ -905,7 +905,7 @@ class SHAQConfig:
     gates: bool = True              # Q_s, K_s, V_s of section 4.2 (and the overparametrised V_s of the published code)
     memory: str = "full"            # full | mean (eq. 1-4) | none
     mem_len: int = 5000             # positions of the past that a block may hold
-    mean_window: int = 1024         # p of eq. 1-3: memory=mean counts its windows on this grid; all read prompts in such pieces
+    mean_window: int = 1024         # p of eq. 1-3: length of memory=mean's windows, and of the pieces in which any model reads prompts
     ff: str = "boom"                # boom | ffn | none
     dropout: float = 0.1
 
@@ -931,8 +931,8 @@ class SHAQConfig:
                 raise ValueError(message)
 
 
-# To add a variant: a field of SHAQConfig that is off by default, its branch in SHAQBlock, its flag in train_shaq.py's parse(). compare takes it
-# as --variant preset=shaq,name=value. These are the paper's
+# To add a variant: a field of SHAQConfig, off by default; a branch in SHAQBlock; a flag in train_shaq.py's parse(). bench.py compare takes it as
+# --variant preset=shaq,name=value. The presets below are the paper's
 SHAQ_PRESETS = {                                                        # parameters at d = 1024, V = 205    paper
     "sharnn": dict(),                                                   # 53,773,517                         54M
     "no_boom": dict(ff="none"),                                         # 36,963,533                         37M
@@ -949,10 +949,10 @@ SHAQ_PRESETS = {                                                        # parame
     "layers2": dict(n_layer=2, attn_layers=(2,)),                       # 28,570,829                         29M
     "shaq": dict(rnn="qrnn", rnn_residual=True, gates=False, ff="none"),  # 26,452,173                       26M
 }
-# SHA-RNN's published code has 53,798,093: 24,576 of them nothing reads (qkvs, r_gate, and the norms lnout, lnmid and lnmem of
-# blocks that do not use them). They are left out here.
-# (*) Truncated, not rounded (53.8, 51.7), as the paper does where it calls SHA-RNN "53M" (section 5; "54M" in its tables). Without
-# W_q too they would round to 53M and 51M, but section 4.2 does not say so, and SHAQ reaches 26M only with W_q.
+# SHA-RNN's published code has 53,798,093; 24,576 of these are never read and are left out here (qkvs, r_gate, and the norms lnout,
+# lnmid and lnmem of blocks that do not use them).
+# (*) Truncated, not rounded (53.8, 51.7), as in section 5, where SHA-RNN is "53M" (in the tables "54M"). Without W_q they would
+# round to 53M and 51M, but section 4.2 does not drop W_q, and SHAQ reaches 26M only with it.
 # Two heads cost no parameters: with no key or value projections, a head is a slice of the channels.
 
 
@@ -984,9 +984,9 @@ class QRNN(nn.Module):
 
         Z = tanh(W_z * X)    F = sigmoid(W_f * X)    O = sigmoid(W_o * X)    c_t = f_t c_(t-1) + (1 - f_t) z_t    h_t = o_t c_t
 
-    W * X the convolution. qrnn_pool is all but that: for a recurrence of your own put a loop over t, under autograd, in its place.
-    The authors' pytorch-qrnn has f and 1 - f, x_t and x_(t-1) the other way round: to load its weights negate W_f and b_f and
-    swap the halves of the columns."""
+    W * X is the convolution; qrnn_pool does the rest. To try another recurrence, replace it by a loop over t, under autograd.
+    The authors' pytorch-qrnn swaps f and 1 - f, and x_t and x_(t-1): to load its weights, negate W_f and b_f and swap the
+    halves of the columns."""
 
     def __init__(self, config):
         super().__init__()
@@ -1015,7 +1015,7 @@ class MemoryAttention(nn.Module):
         super().__init__()
         d = config.n_embd
         self.config = config
-        self.mem_len = config.mem_len if config.memory == "full" else 0  # none: a memory of no rows; over_mean() keeps its own
+        self.mem_len = config.mem_len if config.memory == "full" else 0  # mean: over_mean() keeps its own; none: no rows
         self.W_q = nn.Linear(d, d)
         self.ln_q = nn.LayerNorm(d, eps=1e-12)
         if config.gates:
@@ -1031,8 +1031,8 @@ class MemoryAttention(nn.Module):
         return torch.sigmoid(f) * torch.tanh(c)
 
     def attend(self, q, m, mask=None, new=None):
-        """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d): causal in the window, open over
-        all memory. new (B, T, d), if given, is these T rows again, then the only ones that get a gradient"""
+        """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d). Causal within the window; all see
+        the whole memory. new (B, T, d), if given, repeats these T rows, and only they get a gradient"""
         q, k, *new = (t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for t in (q, m, new) if t is not None)  # (B, h, T or S, d_h)
         p = self.drop.p if self.training else 0.0
         if new:
@@ -1047,8 +1047,8 @@ class MemoryAttention(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
     def forward(self, h, m, memory=None):
-        """h (B, T, d) for the queries, m (B, T, d) the window's own rows of memory -> (B, T, d), memory: None at the start of a stream, then
-        (B, <= mem_len, d); for memory=mean see over_mean(), in generate() ring()."""
+        """h (B, T, d) for the queries, m (B, T, d) the rows that the window adds to memory -> (B, T, d), memory: None at the start of a stream,
+        then (B, <= mem_len, d); for memory=mean see over_mean(), in generate() see ring()."""
         q = self.ln_q(self.W_q(h))                                      # (B, T, d)
         m = m.to(product_dtype(m))                                      # under autocast memory is held in 16 bits
         # Keys and values are the same rows of memory: k = m * k_gate, v = m * v_gate. A gate is one number a channel,
@@ -1063,7 +1063,7 @@ class MemoryAttention(nn.Module):
         return (x * self.value_gate() if self.config.gates else x), memory
 
     def look(self, q, m, memory):
-        "forward() between its gates, the part that stays eager: q and m (B, T, d), memory -> (B, T, d), memory"
+        "The part of forward() between its gates; compile() leaves it eager. q and m (B, T, d), memory -> (B, T, d), memory"
         if isinstance(memory, Ring):
             rows, n = memory
             rows.index_copy_(1, n % rows.size(1), m.to(rows.dtype))
@@ -1076,7 +1076,7 @@ class MemoryAttention(nn.Module):
             new = None
             if memory is not None:
                 past = last(memory, self.mem_len - m.size(1)).to(m.dtype)
-                # A memory that is cut from its graph needs no gradient: attention's backward pass takes 0.63 to 0.82 of the time on a CPU
+                # A detached memory needs no gradient: on a CPU attention's backward pass then takes 0.63 to 0.82 of the time
                 new = m if past.size(1) and not memory.requires_grad else None
                 n, window = past.size(1), m
                 m = m.new_empty(m.size(0), n + m.size(1), m.size(2))                            # (B, M + T, d)
@@ -1085,10 +1085,10 @@ class MemoryAttention(nn.Module):
         return x, memory
 
     def over_mean(self, q, m, memory):
-        """Memory condensed to its mean: keys and values are Z = [W, H_i .. H_(i+p)] (eq. 1-4). The first window has no W: there is nothing
-        to average. State: C, the rows of closed windows (B, <= mem_len - p, d); W, their mean (B, 0 or 1, d); H, the rows of the open window
-        so far (B, < p, d). Windows lie on a fixed grid, every mean_window = p positions of the stream, so that the output does not depend on
-        where it is cut into calls (the paper's indices move by one position each; the windows of SHA-RNN's training do not overlap)."""
+        """Attention with memory condensed to its mean: keys and values are Z = [W, H_i .. H_(i+p)] (eq. 1-4). The first window has nothing to
+        average and no W. State: C, the rows of closed windows (B, <= mem_len - p, d); W, their mean (B, 0 or 1, d); H, the open window's rows
+        so far (B, < p, d). A new window starts every mean_window = p positions of the stream, however it is cut into calls, so that the cuts
+        do not change the output (the paper's indices move by one position each; the windows of SHA-RNN's training do not overlap)."""
         p = self.config.mean_window
         C, W, H = (s.to(m.dtype) for s in memory) if memory is not None else (m[:, :0],) * 3
         if H.size(1) >= p:
@@ -1106,9 +1106,9 @@ class MemoryAttention(nn.Module):
         return torch.cat(out, dim=1), (C, W, H)
 
     def ring(self, memory, new):
-        """memory as forward() takes it for the next `new` positions, one at a time: its rows, with places for as many more as the cap allows,
-        and their number. Attention ignores the order of its keys, so a new row overwrites the oldest, and no shape changes. For memory=mean:
-        W, if there is one, and the open window, until that closes."""
+        """memory as forward() takes it for the next `new` positions, one at a time: its rows, with room for as many more as the cap allows,
+        and how many there are. When full, a new row overwrites the oldest: attention ignores the order of keys, and no shape changes. For
+        memory=mean the rows are W, if any, and the open window, and the ring serves until that closes."""
         most = self.mem_len
         if self.config.memory == "mean":
             memory, most = torch.cat(memory[1:], dim=1), 1 + self.config.mean_window
@@ -1118,7 +1118,7 @@ class MemoryAttention(nn.Module):
         return Ring(rows, torch.full((1,), n, device=rows.device))
 
     def unring(self, before, rows, n):
-        "The memory that a ring of before has become"
+        "Undo ring(): the memory `before`, as the ring has changed it"
         n, length = int(n), rows.size(1)
         rows = rows[:, :n] if n <= length else rows.roll(-(n % length), 1)                         # the oldest first
         if self.config.memory == "mean":
@@ -1128,9 +1128,9 @@ class MemoryAttention(nn.Module):
 
 
 class Boom(nn.Module):
-    """GELU(W1 x + b), d -> 4d, whose 4 chunks are summed: a feed-forward layer without its second matrix (section 2.1). There it is d -> 2d;
-    only the published code's 4d gives the paper's 54M, and 37M without Boom. With ff=ffn the second matrix is there: the fully connected
-    layer of section 4.1."""
+    """GELU(W1 x + b), d -> 4d, with its 4 chunks summed: a feed-forward layer without the second matrix (section 2.1, which says d -> 2d, but
+    only the published code's 4d gives the paper's 54M with Boom and 37M without). ff=ffn has the second matrix: the fully connected layer
+    of section 4.1."""
 
     def __init__(self, config):
         super().__init__()
@@ -1145,7 +1145,7 @@ class Boom(nn.Module):
         return self.W2(x) if self.W2 is not None else x.unflatten(-1, (4, -1)).sum(dim=-2)
 
 
-# On a CPU the LSTM is oneDNN's, which has it in 16 bits only where there is AVX-512, and else raises: there it stays in fp32
+# On a CPU oneDNN runs the LSTM. Without AVX-512 it raises for 16 bits, so there the LSTM stays in fp32
 BF16_LSTM = not torch.backends.mkldnn.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -1176,13 +1176,13 @@ class SHAQBlock(nn.Module):
                 state = torch.lstm_cell(h[:, 0].to(dtype), [s.to(dtype) for s in state], *self.rnn.all_weights[0])
             return state[0][:, None], state
         state = state and tuple(s[None].to(dtype) for s in state)
-        # cuDNN's LSTM under autocast is in fp16, whatever autocast's dtype, and loses small gradients: so fp32, its products in TF32.
-        # The fastest of its algorithms, persistent, with the weights on the chip, takes fp16 alone
+        # Under autocast of any dtype cuDNN's LSTM runs in fp16 and loses small gradients. So it gets fp32, with products in TF32, though
+        # cuDNN's fastest algorithm (persistent, with the weights on the chip) takes only fp16
         wide = h.is_cuda or h.device.type == "cpu" and (not BF16_LSTM or product_dtype(h) == torch.float16)  # oneDNN trains none in fp16
         with torch.autocast(h.device.type, enabled=False) if wide else contextlib.nullcontext():
             x, state = self.rnn(h.to(dtype) if wide else h, state)
-        # In memory x is (T, B, d). Both norms that follow would copy it, and torch 2.13's compiled dropout may draw in another order than it
-        # reads (pytorch/pytorch, issue 198333)
+        # x is laid out as (T, B, d). Both norms that follow would copy it, and torch 2.13's compiled dropout may draw its numbers in another
+        # order than it reads x (pytorch/pytorch, issue 198333)
         return x.contiguous(), tuple(s[0] for s in state)
 
     def forward(self, h, state=None):
@@ -1217,8 +1217,8 @@ class SHAQ(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """The published initialisation, in one place. A parameter that no line below names is an error. LayerNorm gains stay at 1: the
-        published code means to draw them too, but its test matches another class. Drawn, they would start the hidden states at 0.003 and the
-        gradients a million times too small."""
+        published code tries to draw them too, but tests for the wrong class. Drawn gains would start hidden states at 0.003, and gradients a
+        million times too small."""
         d = self.config.n_embd
         for name, p in self.named_parameters():
             if ".rnn." in name and self.config.rnn == "lstm":
@@ -1254,8 +1254,8 @@ class SHAQ(nn.Module):
         """Continue idx (B, T) int64 by max_new_tokens, one step each -> idx (B, T + max_new_tokens), state.
 
         The state has read all but the last token: generate(idx[:, -1:], ..., state=state) goes on from there. temperature, top_k and
-        generator as for GPT. On a GPU the model, its state and the draw are one CUDA graph for each byte, with memory=mean a new one for each
-        window. With memory=none a byte's window is itself, and attention sees nothing else."""
+        generator as for GPT. On a GPU, model, state and draw are one CUDA graph, replayed for each byte; memory=mean records a new one for each
+        window. With memory=none each generated byte is its own window, and attention sees only that."""
         generator = generator or torch.Generator().manual_seed(1337)
         uniform = draws(max_new_tokens, temperature, idx, generator)
         new, u = idx[:, -1:].clone(), uniform.new_empty(len(idx), 1)    # as in GPT.generate
@@ -1278,7 +1278,7 @@ class SHAQ(nn.Module):
                     n = min([n] + [self.config.mean_window - 1 - m[2].size(1) for _, m in state if m is not None])
                 if n:
                     rings = self.rings(state, n)
-                    one = None  # the last window's graph goes first: it takes its stream's cuBLAS workspace along (torch 2.12 on)
+                    one = None  # free the last window's graph first: with it goes its stream's cuBLAS workspace (torch 2.12 on)
                     one = captured(step, idx.device, [new, *tensors(rings)])
                     for _ in range(n):
                         u.copy_(uniform[len(out) - 1])
@@ -1301,13 +1301,13 @@ class SHAQ(nn.Module):
         return logits[:, -1]
 
     def unrings(self, state, rings):
-        "What state has become, of which rings were made"
+        "Undo rings(): state as they have changed it"
         return [(s, m if block.attn is None else block.attn.unring(before, *m))
                 for block, (_, before), (s, m) in zip(self.blocks, state, rings)]
 
     def compile(self, **kw):
-        """torch.compile for training, kw as there: a block's code once for all blocks and windows of any length. The LSTM and attention,
-        whose loops run over a window's length, stay eager. That and the compiler's settings below hold for the whole process."""
+        """torch.compile for training, with its kw: all blocks share their code, for windows of any length. The LSTM and attention,
+        which loop over the window, stay eager. That and the compiler settings below hold for the whole process."""
         import torch._dynamo
 
         # with state or without, with attention or without, in either dtype: 8 can be too few
@@ -1322,8 +1322,8 @@ class SHAQ(nn.Module):
 
     @torch.no_grad()
     def collapse(self):
-        """Each value gate takes the place of what computed it, 2,099,200 parameters at d = 1024. For inference only: no model made anew takes
-        its state_dict. Returns self."""
+        """Replace the 2,099,200 parameters (at d = 1024) that compute each value gate by the gate itself. For inference only: a new model
+        cannot load the state_dict. Returns self."""
         for block in self.blocks:
             if block.attn is not None and block.attn.config.gates:
                 block.attn.vs, block.attn.overparam = nn.Parameter(block.attn.value_gate(), requires_grad=False), None
@@ -1335,7 +1335,7 @@ class SHAQ(nn.Module):
                                 ".ff.": "feed-forward", ".W_q.": "attention W_q", ".overparam.": "overparam", ".attn.": "gates"})
 
     def flops_per_token(self, T):
-        """Operations of the matrix products, forward and backward, a token: windows of T, the memory full, whose rows get no gradient."""
+        """Matrix-product operations per token, forward and backward, for windows of T and a full memory whose rows get no gradient."""
         cfg = self.config
         weights = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and "overparam" not in name)
         keys = {"full": max(cfg.mem_len, T), "mean": 1 + cfg.mean_window, "none": T}[cfg.memory]
@@ -1352,8 +1352,8 @@ def norms(tensors):
 
 class LAMB(torch.optim.Optimizer):
     """LAMB (You et al., arXiv:1904.00962) as SHA-RNN uses it: no bias correction, each tensor's step scaled by a trust ratio
-    max(min(|w|, max_norm) / |step|, min_trust), which is 1 where either norm is 0. For parameters in fp32 or fp64; weight_decay counts in
-    |step|. Few launches (foreach, but one a tensor for its ratio), and nothing waits for the device: the ratios stay there."""
+    max(min(|w|, max_norm) / |step|, min_trust), or 1 if either norm is 0. For parameters in fp32 or fp64; step includes weight decay.
+    Few launches (foreach, except one per tensor for its ratio), and the ratios stay on the device, so nothing waits for it."""
 
     def __init__(self, params, lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25):
         if not (lr >= 0 and eps > 0 and weight_decay >= 0 and all(0 <= b < 1 for b in betas)):
@@ -1445,8 +1445,8 @@ class Machine:
             self.net.broadcast_buffers = False  # they are constants; the argument of this name is deprecated from torch 2.13 on
 
     def leave(self):
-        """End the process group, all processes together: one that leaves while another still needs it can abort that one. By a barrier,
-        which moves no tensor of Python's: gloo's thread may still hold one while Python shuts down, cannot release it then, and aborts."""
+        """End the process group, all processes together: one that leaves while another still needs it can abort that one. A barrier waits
+        without a Python tensor: gloo's thread might still hold one while Python shuts down, fail to release it, and abort."""
         self.net = None  # DDP holds the group: destroyed at Python's exit, under the GIL, it would wait for a thread that may want the GIL
         if self.world > 1:
             torch.distributed.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
@@ -1454,13 +1454,13 @@ class Machine:
 
 
 def keep_freed_memory():
-    """glibc gives every freed block above 32 MiB back to the kernel, which must zero it again at the next step. Keeping them makes a
-    training step on two cores 1.1 times faster, several times where the machine is a small virtual one."""
+    """glibc returns every freed block above 32 MiB to the kernel, which must zero it again at the next step. Keeping them makes a
+    training step 1.1 times faster on two cores, several times on a small virtual machine."""
     if sys.platform == "linux":
         with contextlib.suppress(Exception):  # another libc
             mallopt = ctypes.CDLL(None).mallopt
             if mallopt(-3, 1 << 30) or mallopt(-3, 1 << 25):  # M_MMAP_THRESHOLD; an older glibc refuses more than 32 MiB
-                mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, which alone would leave the first at 128 KiB: 2.5 times slower than nothing
+                mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD; set alone, it leaves the other at 128 KiB: 2.5 times slower than neither
 
 
 def processor():
@@ -1507,7 +1507,7 @@ def machine(device="auto", dtype="auto"):
         from torch.distributed.nn import functional  # noqa: F401
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))  # all wait for a save
     if dtype != "auto":
-        m.all(True)  # another process may choose, below, as --resume or --dtype was typed here alone: same() can say so later
+        m.all(True)  # joins the vote below: others may hold it, if --dtype or --resume was typed here alone; same() reports that later
         m.note += f"; {dtype}, as set" + (", its products in TF32" if device.type == "cuda" and dtype == "float32" and has_bf16 else
                                           ", but slow, as there are no instructions for it" if dtype == "bfloat16" and not has_bf16
                                           and device.type != "mps" else "")
@@ -1530,7 +1530,7 @@ def machine(device="auto", dtype="auto"):
 
 
 def product_rate(device, dtype, n, times=1):
-    "FLOP/s of a product of two n x n matrices, times of them in a row: the best of 6, or of a second's, measured here and now"
+    "FLOP/s of n x n matrix products, `times` of them in a row: the best of 6 runs, or of those in a second, measured now"
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     taken = []
     while len(taken) < 6 and sum(taken) < 1:  # one in emulated bf16 takes seconds
@@ -1569,13 +1569,13 @@ def inputs_and_targets(rows, device):
 
 
 class Replayed:
-    """update(batch, state) -> (figures, state): a training step, from the batch to the new weights, as one CUDA graph: launched one by one,
-    the kernels of shaq's took an H200 23 ms for 11 of work. A step of new shapes runs as it is, which compiles what there is to compile; the
-    next of these shapes is recorded, and from then on replayed. lr, the same for all groups, is set for each.
+    """update(batch, state) -> (figures, state), a training step from the batch to the new weights, as one CUDA graph. Launched one by one, the
+    kernels of shaq's step took an H200 23 ms for 11 of work. The first step of new shapes runs as it is, which compiles what needs compiling;
+    the second is recorded, and from then on replayed. Each step sets lr, the same for all groups.
 
-    batch, state: lists or tuples of tensors, nested as may be, or None. figures: two numbers, overwritten by the next step. on=False: no
+    batch, state: lists or tuples of tensors, nested in any way, or None. figures: two numbers, overwritten by the next step. on=False: no
     graphs. A step that changes the shapes of its state is never recorded. Dropout draws what it would without a graph. whole=False: update
-    is a part of a step, which adds to the gradients of optimizer's parameters: these are to be zeroed, never None."""
+    is a part of a step that adds to the gradients of optimizer's parameters: set these to zero, never to None."""
 
     def __init__(self, update, optimizer, on, whole=True):
         self.update, self.optimizer, self.on, self.whole = update, optimizer, on, whole
@@ -1598,7 +1598,7 @@ class Replayed:
                 self.steps[key] = self.record(batch, state, lr, str(kinds[1]))
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as e:  # the GPU's random generator would not draw outside a graph any more
+            except RuntimeError as e:  # no fallback: the GPU's random generator would no longer draw outside a graph
                 if isinstance(e.__context__, torch.OutOfMemoryError):  # then ending the graph failed, too
                     raise e.__context__
                 raise RuntimeError(f"a step could not be recorded as a CUDA graph: --compile=0 goes without one. {e}") from e
@@ -1654,7 +1654,7 @@ class Replayed:
 
 
 def clip_(model, most):
-    "-> the norm of all gradients, scaled down to most where they are larger; most = 0: never. AssertionError where one is missing"
+    "-> the norm of all gradients, which are scaled down to norm most if it is larger (most=0: never). AssertionError if one is missing"
     missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not missing, f"no gradient reaches {missing}"
     norm = torch.linalg.vector_norm(norms([p.grad for p in model.parameters() if p.grad is not None]))
@@ -1699,7 +1699,7 @@ KINDS = dict(GPT=(GPT, GPTConfig), SHAQ=(SHAQ, SHAQConfig))  # of checkpoints
 
 
 def load_checkpoint(path, kind=None):
-    "-> the checkpoint, a dict, and when it was written. ValueError in one line: none of ours, of another version or kind (GPT | SHAQ)."
+    "-> the checkpoint's dict, plus 'written', its time. One-line ValueError if it is not ours, or of another version or kind (GPT | SHAQ)."
     try:
         written = os.stat(path).st_mtime_ns
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
