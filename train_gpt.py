@@ -6,12 +6,12 @@ Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value 
     python train_gpt.py --resume                                          # go on where out/gpt/ckpt.pt left off
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "                # sample from it
 
-The batch is given in tokens; micro-batches, accumulation and processes divide it, and the loss curve is the same however they do (up to
-rounding; dropout draws anew). Nothing random is kept from step to step: batches and dropout are functions of (seed, step), so a resumed
-run continues exactly; a schedule that --max_minutes has shortened stays shortened. Evaluations also save, in at most a tenth of the time;
-the last always does. Ctrl-C or a signal saves first; torchrun kills what has not saved within 30 seconds, unless
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more (torch 2.12 on). A step's line: norm is the gradient's before clipping; MFU (model FLOP/s
-utilisation) is the FLOP/s of the model's matrix products, by flops_per_token(), as a share of the device's, printed at the start.
+The batch size is in tokens; however micro-batches, accumulation and processes divide it, the loss curve is the same up to rounding and
+other dropout masks. Batches depend only on seed and step, dropout also on the process, so a resumed run continues exactly; a schedule that
+--max_minutes has shortened stays shortened. Evaluations also save, spending at most a tenth of the time on it; the last one always saves.
+Ctrl-C or a signal saves before the run stops; torchrun kills a process that takes longer than 30 seconds, or, from torch 2.12 on, than
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT. In a step's line, norm is the gradient norm before clipping; MFU (model FLOP/s utilisation) is the FLOP/s
+of the model's matrix products, by flops_per_token(), as a share of the device's peak, which is printed at the start.
 """
 import argparse
 import os
@@ -29,16 +29,16 @@ from prepare_data import (Parser, StopSignal, die, diverged, duration, flag01, n
                           start_log, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
-# Settings. Defaults depend on the size; whatever is typed counts. [1] and [2] are the papers listed in model.py.
+# Settings. Defaults depend on the size; typed flags override them. [1] and [2] are the papers listed in model.py.
 
-RECIPES = {  # tokens a step and peak learning rate of [1, table 2]; v1 gives none for its larger sizes, which take large's
+RECIPES = {  # batch_tokens and lr are those of [1, table 2]; v1 gives none for its larger sizes, so these use large's
     "nano": dict(batch_tokens=2048, micro_batch=8, lr=2e-3, min_lr=1e-4, warmup_steps=50, max_steps=3000, max_minutes=3.0,
                  eval_interval=250, eval_tokens=2**16),
     "tiny": dict(batch_tokens=2**18, micro_batch=32, lr=6e-4),
     "small": dict(batch_tokens=2**18, micro_batch=16, lr=3e-4),
     "base": dict(batch_tokens=2**19, micro_batch=8, lr=2.5e-4),
     "large": dict(batch_tokens=2**20, micro_batch=8, lr=2e-4),
-    # DVA's experiment, the book's way [2]: 5 epochs of 1,512 steps of 2 windows, the loss on 5 such batches of each split
+    # DVA's experiment [2], by its book's recipe: 5 epochs of 1,512 steps of 2 windows; losses over 5 such batches of each split
     "dva_book": dict(dataset="warandpeace", batch_tokens=512, micro_batch=2, lr=4e-4, schedule="constant", warmup_steps=0,
                      betas=(0.9, 0.999), decay="all", grad_clip=0.0, max_steps=7560, eval_interval=100, eval_tokens=2560,
                      eval_windows="first", seed=123, dtype="float32"),
@@ -91,8 +91,8 @@ def parse(argv=None, prog="train_gpt.py"):
 
 
 def default_size(m):
-    """-> (--size where none is typed, why, for a GPU that has little memory). tiny's micro-batches take some 20 GB; and on a T4, which has 16 and
-    no bf16, its 16 epochs would last half a day, by their FLOPs"""
+    """-> (the --size if none is typed, a note if the GPU has too little memory for tiny, whose micro-batches take some 20 GB). On a T4, with
+    16 GB and no bf16, tiny's 16 epochs would last half a day, by their FLOPs"""
     memory = torch.cuda.get_device_properties(m.device).total_memory if m.device.type == "cuda" else 0
     why = f"; nano, as tiny's batches take 20 GB and this GPU has {memory / 1e9:.0f}: --size=tiny --micro_batch=4 takes less"
     return ("tiny", "") if memory > 20e9 else ("nano", why * (memory > 0))
@@ -103,7 +103,7 @@ FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "d
 
 
 def settle(typed, stored, m):
-    "What was typed over what the checkpoint holds (its settings and its whole configuration) over the defaults -> settings, model settings"
+    "Defaults, overridden by the recipe, then by the checkpoint (configuration and settings), then by typed flags -> settings, model settings"
     s = dict(size="tiny" if m.device.type == "cuda" else "nano", dataset="pysource", data_dir="data", out_dir="out/gpt", weight_decay=0.1,
              max_minutes=0.0, paced=False, grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20,
              eval_windows="spread", seed=1337, compile=m.device.type == "cuda" and triton is not None)
@@ -114,7 +114,7 @@ def settle(typed, stored, m):
         s["min_lr"] = min(s["min_lr"], s["lr"])  # nano's could be above a low --lr: the cosine would climb
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
         die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
-    s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # on --resume: not cut to max_minutes
+    s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # on --resume: ignore max_minutes
     model = {f.name: s[f.name] for f in fields(GPTConfig) if f.name in s}
     return s, SIZES[s["size"]] | model
 
@@ -128,14 +128,14 @@ def build(s, c, data, m):
     tokens = min(20 * model.num_params(), 16 * len(data.train))  # further epochs teach next to nothing: Muennighoff et al., arXiv 2305.16264
     s.setdefault("max_steps", -(-tokens // s["batch_tokens"]))
     if m.device.type == "cuda" and 16 * model.config.dropout % 1:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # up to torch 2.11 its attention rounds dropout to sixteenths (pytorch/pytorch, 174245)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention, up to torch 2.11, rounds dropout to 1/16ths (pytorch/pytorch#174245)
     return model, torch.optim.AdamW(param_groups(model, s["weight_decay"], s["decay"]), lr=s["lr"], betas=s["betas"], fused=True)
 
 
 def stepper(model, optimizer, s, m, accumulate):
-    "-> step([(x, y), ..], None, lr) -> (loss, the gradient's norm before clipping), None: one update of the weights"
+    "-> step([(x, y), ..], None, lr): updates the weights once, returns (loss, gradient norm before clipping), None"
     def add(micro_batch, loss):
-        "A micro-batch's gradients to those before it; loss, [()], with its share"
+        "Accumulate a micro-batch's gradients and its share of the loss, in [loss]"
         with m.autocast():
             share = (m.net or model)(*micro_batch) / accumulate
         share.backward()
@@ -153,8 +153,8 @@ def stepper(model, optimizer, s, m, accumulate):
         optimizer.zero_grad(set_to_none=not part.on)
         return torch.stack((*loss, norm)), None
 
-    # A graph of the whole step or, of several micro-batches, of one, replayed for each: the optimiser's launches are few beside theirs.
-    # Compiled, attention by blocks draws its dropout from a seed of the CPU's, which would be recorded
+    # With one micro-batch, a CUDA graph holds the whole step; with several, it holds one and is replayed for each, as the optimiser's
+    # launches are few beside theirs. Compiled attention by blocks seeds dropout on the CPU: a graph would freeze the seed
     c = model.config
     values = c.n_embd // c.n_head * (2 if c.attn == "dva" else 1)
     blocks = (c.attn == "dva_outer" or values > 256) and c.block_size > values
@@ -165,11 +165,11 @@ def stepper(model, optimizer, s, m, accumulate):
 
 
 # -----------------------------------------------------------------------------
-# Data: an epoch takes every window of block_size tokens once, in an order drawn from (seed, epoch), but for an incomplete last batch
+# Data: an epoch reads each window of block_size tokens once, in an order drawn from (seed, epoch), and drops an incomplete last batch
 
 
 class Windows:
-    "A step's batch, or a part of it: windows(step, part)"
+    "windows(step, part): a step's batch, or a part of it"
 
     def __init__(self, tokens, block_size, batch, seed, device=torch.device("cpu")):
         self.tokens, self.block_size, self.batch, self.seed, self.device = tokens, block_size, batch, seed, device
@@ -180,7 +180,7 @@ class Windows:
         self.epoch = None
 
     def __call__(self, step, part):
-        "The windows of slice part of step's batch: inputs and targets, (n, block_size) int64 each"
+        "The step's batch[part], part being a slice: inputs and targets, (n, block_size) int64 each"
         epoch, i = divmod(step, self.count // self.batch)
         if epoch != self.epoch:
             self.epoch, self.order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.count)
@@ -193,8 +193,8 @@ def stack(tokens, windows, T, device):
 
 
 def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
-    """Mean loss in nats per token over eval_tokens of the split. which windows: "spread" evenly, the "first", or drawn by a numpy
-    generator. All ranks share the work through the bare model"""
+    """Mean loss in nats per token over eval_tokens of the split. which: windows "spread" evenly, the "first" ones, or a numpy generator
+    to draw them. All ranks share the work, without DDP"""
     T = model.config.block_size
     count = (len(tokens) - 1) // T
     n = min(count, max(1, eval_tokens // T))
@@ -221,7 +221,7 @@ def main():
     with one_line():
         if typed.pop("resume", False):
             ckpt = load_checkpoint(path, "GPT")
-        # resumed: the same arithmetic as before, even if this machine would choose another
+        # a resumed run keeps its arithmetic, even if this machine would choose another
         dtype = ckpt["settings"]["dtype"] if ckpt else RECIPES.get(typed.get("size"), {}).get("dtype", "auto")
         m = machine(typed.get("device", "auto"), typed.get("dtype", dtype))
     if ckpt and ckpt["settings"]["device"] != m.device.type:
@@ -233,7 +233,7 @@ def main():
 
     # set-up: settings, data
     s, c = settle(typed, ckpt["config"] | ckpt["settings"] if ckpt else {}, m)
-    s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
+    s["out_dir"] = os.path.dirname(path) or "."  # the folder may have been moved since
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     data = shared_dataset(s, m)
@@ -242,11 +242,11 @@ def main():
         was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**d) for d in (trained_on, data.source))
         die(f"{path} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew without --resume")
 
-    # the batch in tokens -> micro-batches; before the model, which may take minutes
+    # divide the batch now, so as to fail before the model, which may take minutes
     T = GPTConfig(**c).block_size
     B, extra = divmod(s["batch_tokens"], T)
     micro = min(s["micro_batch"], max(1, B // m.world))
-    if "micro_batch" not in typed and B % m.world == 0:  # not asked for: the largest that divides
+    if "micro_batch" not in typed and B % m.world == 0:  # not typed: take the largest divisor
         micro = max(i for i in range(1, micro + 1) if B // m.world % i == 0)
     if extra or B % (micro * m.world):
         micro = micro if "micro_batch" in typed else 1
@@ -269,24 +269,24 @@ def main():
     s.setdefault("warmup_steps", s["max_steps"] // 50)
     s.setdefault("eval_interval", max(1, s["max_steps"] // 20))
 
-    first, evaluated = 0, None  # the next step, the last one that was evaluated
+    first, evaluated = 0, None  # the next step; the last one evaluated
     if ckpt:
-        model.load_state_dict(ckpt.pop("model"))  # 12 bytes a parameter with the optimiser's, on every process
+        model.load_state_dict(ckpt.pop("model"))  # pop, to free 12 bytes a parameter, the optimiser's included
         for group in ckpt["optimizer"]["param_groups"]:
-            group |= dict(capturable=False, lr=0.0)  # numbers: a run before may have recorded its steps, with lr a tensor
+            group |= dict(capturable=False, lr=0.0)  # plain numbers: a run with CUDA graphs saves lr as a tensor
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first = ckpt["step"]
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
         if first > s["max_steps"]:
             die(f"--max_steps={s['max_steps']}: {path} is at step {first} already; take more, or sample from it with model.py")
     if s["compile"]:
-        # in place: the checkpoint's keys stay as they are. An evaluation's last batch, if smaller, is no reason for symbolic shapes
+        # in place, which keeps the checkpoint's keys. A smaller last batch in an evaluation is no reason for symbolic shapes
         model.compile(dynamic=False)
 
     flops = model.flops_per_token()
     peak, peak_from = peak_flops(m)
     log, versions = start_log(m, s, c, model, data, first if ckpt else None, evaluated is not None, ckpt and ckpt["written"])
-    # The others wait here for rank 0, which may have ended above. StopSignal comes later, or they would not end when torchrun tells them to
+    # Other ranks wait here for rank 0, which may have died above. StopSignal comes later: with it, torchrun's SIGTERM would not end them
     m.parallel(model)
     update = stepper(model, optimizer, s, m, accumulate)
     say(m.note)
@@ -307,7 +307,7 @@ def main():
         say(f"note: {epochs:.0f} epochs of so little text: validation loss will rise again; --max_steps={16 * (windows.count // B)} takes 16")
 
     def save(step):
-        "On every rank: none goes on, or leaves, before the file is there"
+        "To be called on every rank: all wait until the file is written"
         state = dict(kind="GPT", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
                      evaluated=evaluated == step, settings=s, data=data.source, versions=versions)
         return m.all(m.rank > 0 or write_or_warn(path, lambda f: torch.save(state, f)))
@@ -315,9 +315,9 @@ def main():
     # loop
     stop = StopSignal()
     saved = True
-    clock = due = time.perf_counter()  # due: when an evaluation saves again. 2 GB take a GPU as long as 1,000 steps of gpt2_book
-    spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
-    asked = None if s["paced"] else s["max_steps"]  # a resumed run keeps the schedule that it had
+    clock = due = time.perf_counter()  # due: the next save. gpt2_book's 2 GB take as long as 1,000 of its steps on a GPU
+    spent, counted = 0.0, 0  # seconds and number of timed steps, evaluation and saving apart
+    asked = None if s["paced"] else s["max_steps"]  # None: a resumed run keeps its schedule
     step = first
     while True:
         last = step >= s["max_steps"]
@@ -329,7 +329,7 @@ def main():
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {data.unit}, perplexity {np.exp(val):.2f}, "
                 f"{bits:.4f} bits per byte")
             evaluated, more = step, {}
-            if s["eval_windows"] == "first":  # [2]'s table has both splits; of training the book draws other windows each time
+            if s["eval_windows"] == "first":  # [2]'s table has both splits; the book draws new training windows each time
                 drawn = np.random.default_rng((s["seed"], step))
                 more["train_loss"] = evaluate(model, data.train, s["eval_tokens"], micro, m, drawn)
                 say(f"step {step}/{s['max_steps']}  training split: {more['train_loss']:.4f} nats per {data.unit}")
@@ -342,12 +342,12 @@ def main():
         if last:
             break
 
-        torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # dropout: no state to carry over a restart
+        torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # so dropout needs no saved state
         lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
         starts = [(i * m.world + m.rank) * micro for i in range(accumulate)]
         figures, _ = update([windows(step, slice(start, start + micro)) for start in starts], None, lr)
-        # only now does the host wait for the device; a step that went wrong is saved nowhere. One reduction for four figures: stopping
-        # is above 0 where any process had a signal, so that all stop at the same step
+        # the host waits for the device only here, and a step that went wrong is never saved. One reduction serves four figures: stopping
+        # is above 0 if any process got a signal, so all stop at the same step
         figures = torch.cat((figures, torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
         loss, norm, stopping, pace = m.mean(figures).tolist()
         if not np.isfinite(loss + norm):
@@ -379,7 +379,7 @@ def main():
     if m.rank == 0:
         try:
             say("sample:" + sample_text(model, data.tokenizer, "\n", min(400, 4 * T), seed=s["seed"]))
-        except SystemExit:  # the tokenizer, not there, has said why
+        except SystemExit:  # no tokenizer: the reason is printed
             pass
         if saved:
             say(f"{path}: the model (python model.py --ckpt={quote(path)} --prompt=...); "

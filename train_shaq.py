@@ -7,11 +7,11 @@ Train SHA-RNN, any of its ablations, or SHAQ, on parallel streams of text read i
     python train_shaq.py --resume                              # go on where out/shaq/ckpt.pt left off
     python model.py --ckpt=out/shaq/ckpt.pt --prompt="def "    # sample from it
 
-The training split is cut into --batch streams of equal length, read side by side in windows of random length. Recurrent state and
-attention's memory carry over from window to window, cut from the graph, and are dropped at an epoch's start. Several processes share the
-streams. Windows and dropout are functions of (seed, step); state, memory and position are in the checkpoint: a resumed run continues
-exactly; a schedule that --max_minutes has shortened stays shortened. Evaluations also save, in at most a tenth of the time; the last
-always does. best.pt follows every best loss.
+The training split is cut into --batch streams of equal length, read side by side in windows of random length. Several processes share the
+streams. Recurrent state and attention's memory carry over from window to window, without gradients, and are dropped when an epoch begins. A
+resumed run continues exactly: the checkpoint holds state, memory and position, and all else depends on seed, step and process only. A schedule
+that --max_minutes has shortened stays shortened. Evaluations also save, spending at most a tenth of the time on it; the last one always
+saves. best.pt is the checkpoint with the best validation loss.
 """
 import argparse
 import math
@@ -90,18 +90,18 @@ def parse(argv=None, prog="train_shaq.py"):
     return vars(parser.parse_args(argv))
 
 
-# what may change on --resume; not eval_tokens, as best.pt is chosen by losses on one text
+# what may change on --resume; not eval_tokens, as best.pt compares losses on the same text
 FREE = {"data_dir", "out_dir", "eval_interval", "device", "dtype", "compile", "max_steps"}
 
 
 def settle(typed, stored, m):
-    "What was typed over what the checkpoint holds over the preset over the defaults -> settings, model settings"
+    "Defaults, overridden by the preset, the checkpoint, then typed flags -> settings, model settings"
     unchanged(typed, stored, FREE)
     s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
              compile=m.device.type == "cuda" and triton is not None) | (PAPER if m.device.type == "cuda" else LAPTOP)
     s |= SHAQ_PRESETS[(s | stored | typed)["preset"]] | stored | typed
-    s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # on --resume: not cut to max_minutes
+    s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # on --resume: ignore max_minutes
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
         die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
     return s, {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s} | dict(mean_window=s["bptt"])
@@ -113,7 +113,7 @@ def build(s, c, data, m):
     with one_line():
         model = SHAQ(SHAQConfig(**c | dict(vocab_size=data.vocab_size))).to(m.device)
     if m.device.type == "cuda" and 16 * model.config.dropout % 1:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # up to torch 2.11 its attention rounds dropout to sixteenths (pytorch/pytorch, 174245)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention, up to torch 2.11, rounds dropout to 1/16ths (pytorch/pytorch#174245)
     if s["optimizer"] == "lamb":
         return model, LAMB(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"])
     return model, torch.optim.AdamW(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"], fused=True)
@@ -124,7 +124,7 @@ def build(s, c, data, m):
 
 
 def window_lengths(rng, bptt, n):
-    "The published draw: 0.95 of all windows about bptt long, the others half of that; at least 5, at most bptt"
+    "As published: 95% of the windows are about bptt long, the others half that; at least 5, at most bptt"
     mean = np.where(rng.random(n) < 0.95, bptt, bptt // 2)
     return np.clip(rng.normal(mean, 5).astype(int), 5, bptt)
 
@@ -134,17 +134,17 @@ def window_length(seed, step, bptt):
 
 
 def average_length(seed, bptt):
-    "Tokens a step takes from each stream, on average. Of 1,000 windows it can be 1% off: a third of an epoch in 32"
+    "Mean tokens a step takes from each stream. Over just 1,000 windows it could be 1% off: a third of an epoch in 32"
     return float(window_lengths(np.random.default_rng(seed), bptt, 100_000).mean())
 
 
 def read(tokens, streams, length, at, T, device):
-    "Tokens at .. at + T of each stream, stream i starting at i * length: inputs and targets, (len(streams), T) int64"
+    "A window of T at position `at` of each stream (i starts at i * length): inputs and targets, (len(streams), T) int64"
     return inputs_and_targets(np.stack([tokens[i * length + at:i * length + at + T + 1] for i in streams]), device)
 
 
 def eval_streams(tokens, eval_tokens, streams):
-    "-> how many streams, at most these, evaluate() reads a split in, and their length"
+    "-> (number of streams, at most the given, in which evaluate() reads a split; their length)"
     total = min(len(tokens) - 1, eval_tokens)
     streams = min(streams, max(1, len(tokens) // 64))  # streams shorter than 64 tokens say little
     if total < streams:
@@ -153,10 +153,10 @@ def eval_streams(tokens, eval_tokens, streams):
 
 
 def evaluate(model, tokens, eval_tokens, bptt, m, streams=16):
-    """Loss in nats per token over the split's first eval_tokens, read in order with state and memory carried: the published evaluation.
-    (The published code then divides by one token a stream more than it predicts, which on enwik8's validation split makes 3e-6 less.)"""
+    """The published evaluation: loss in nats per token over the split's first eval_tokens, read in order, state and memory carried over.
+    (The published code divides by one token per stream too many, which on enwik8's validation split lowers the loss by 3e-6.)"""
     streams, length = eval_streams(tokens, eval_tokens, streams)
-    mine = range(m.rank, streams, m.world)  # none, where there are more processes than streams
+    mine = range(m.rank, streams, m.world)  # empty, if there are more processes than streams
     state, nats = None, torch.zeros((), dtype=torch.float32 if m.device.type == "mps" else torch.float64, device=m.device)  # mps has no fp64
     with evaluating(model), m.autocast():
         for at in range(0, length if mine else 0, bptt):
@@ -168,7 +168,7 @@ def evaluate(model, tokens, eval_tokens, bptt, m, streams=16):
 
 
 def stepper(model, optimizer, s, m):
-    "-> step((x, y), state, lr) -> (loss, the gradient's norm before clipping), state: one update of the weights"
+    "-> step((x, y), state, lr): updates the weights once, returns (loss, gradient norm before clipping), state"
     def update(batch, state):
         with m.autocast():
             loss, state = (m.net or model)(*batch, state)
@@ -178,7 +178,7 @@ def stepper(model, optimizer, s, m):
         optimizer.zero_grad()
         return torch.stack((loss.detach(), norm)), detach_state(state)
 
-    # memory=mean holds an open window, of a thousand lengths: too many graphs
+    # memory=mean holds an unfinished window, of any of 1,000 lengths: too many graphs
     return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and s["optimizer"] == "lamb"
                     and model.config.memory != "mean")
 
@@ -200,7 +200,7 @@ def main():
     with one_line():
         if resume or stage2 is not None:
             ckpt = load_checkpoint(path if resume else stage2, "SHAQ")
-        # the same arithmetic as before, even if this machine would choose another
+        # keep the checkpoint's arithmetic, even if this machine would choose another
         m = machine(typed.get("device", "auto"), typed.get("dtype", ckpt["settings"]["dtype"] if ckpt else "auto"))
     if ckpt and ckpt["settings"]["device"] != m.device.type:
         m.note += f"; --dtype and --compile stay as on {ckpt['settings']['device']}, where the checkpoint was made, unless typed"
@@ -214,7 +214,7 @@ def main():
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
         stored = {k: v for k, v in stored.items() if k not in {"min_lr", "eval_interval", *typed}}  # a new run: any flag may be typed
     s, c = settle(typed, stored, m)
-    s["out_dir"] = os.path.dirname(path) or "."  # where the checkpoint lies now, if the folder was moved
+    s["out_dir"] = os.path.dirname(path) or "."  # the folder may have been moved since
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     data = shared_dataset(s, m)
@@ -232,21 +232,21 @@ def main():
             "prepare more text, or lower --bptt or --batch")
     for split, most in ((data.val, 16), (data.test, 8)):
         if split is not None:
-            eval_streams(split, s["eval_tokens"], most)  # too few end it here, not once an earlier run's files have made way
+            eval_streams(split, s["eval_tokens"], most)  # if too few, die before an earlier run's files are moved
 
     # model, optimiser
     model, optimizer = build(s, c, data, m)
     c = asdict(model.config)
-    first, epoch, at, state = 0, 0, 0, None  # the next step; where its windows start in the streams, and what came before them
+    first, epoch, at, state = 0, 0, 0, None  # the next step: its number, epoch, position in the streams and incoming state
     best, minutes, evaluated = math.inf, 0.0, None
     if ckpt:
         try:
-            model.load_state_dict(ckpt.pop("model"))  # 12 bytes a parameter with the optimiser's, on every process
+            model.load_state_dict(ckpt.pop("model"))  # pop, to free 12 bytes a parameter, the optimiser's included
         except RuntimeError:
             die(f"{path if resume else stage2} holds another model than these flags make: drop those that change it")
     if resume:
         for group in ckpt["optimizer"]["param_groups"]:
-            group["lr"] = 0.0  # a number: it may have been a tensor
+            group["lr"] = 0.0  # CUDA graphs make it a tensor
         optimizer.load_state_dict(ckpt.pop("optimizer"))
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = each(ckpt.pop("state"), lambda t: t[streams.start:streams.stop].to(m.device))  # this process's streams
@@ -255,8 +255,8 @@ def main():
     ckpt = None  # stage 2 has no use for what is left
     if s["compile"]:
         model.compile()
-    per_epoch = length / average_length(s["seed"], s["bptt"]) + 0.5  # its last window is cut
-    if s.get("max_steps") is None:  # nobody set it, or stage 2 took it back
+    per_epoch = length / average_length(s["seed"], s["bptt"]) + 0.5  # + 0.5: the last is cut
+    if s.get("max_steps") is None:  # not set, or reset by stage 2
         s["max_steps"] = math.ceil(s["epochs"] * per_epoch)
     if first > s["max_steps"]:
         die(f"--max_steps={s['max_steps']}: {path} is at step {first} already; take more, or sample from it with model.py")
@@ -266,7 +266,7 @@ def main():
     parts, flops = model.param_breakdown(), model.flops_per_token(s["bptt"])
     peak, peak_from = peak_flops(m)
     log, versions = start_log(m, s, c, model, data, first if resume else None, evaluated is not None, written)
-    # The others wait here for rank 0, which may have ended above. StopSignal comes later, or they would not end when torchrun tells them to
+    # Other ranks wait here for rank 0, which may have died above. StopSignal comes later: with it, torchrun's SIGTERM would not end them
     m.parallel(model)
     update = stepper(model, optimizer, s, m)
     say(m.note)
@@ -279,7 +279,7 @@ def main():
     schedule_notes(s, first, before, say)
 
     def save(step, where):
-        "On every rank: each holds the state of its own streams, and none goes on, or leaves, before the file is there"
+        "To be called on every rank: each holds its own streams' state, and all wait until the file is written"
         content = dict(kind="SHAQ", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, at=at, epoch=epoch,
                        best=best, minutes=minutes, evaluated=evaluated == step, state=each(state, m.gather), settings=s, data=data.source,
                        versions=versions)
@@ -288,9 +288,9 @@ def main():
     # loop
     stop = StopSignal()
     saved = best_saved = True
-    clock = due = time.perf_counter()  # due: when an evaluation saves again
-    spent, counted = 0.0, 0  # seconds in steps, steps counted, without evaluation and saving
-    asked = None if s["paced"] else s["max_steps"]  # a resumed run keeps the schedule that it had
+    clock = due = time.perf_counter()  # due: the next save of ckpt.pt
+    spent, counted = 0.0, 0  # seconds and number of timed steps, evaluation and saving apart
+    asked = None if s["paced"] else s["max_steps"]  # None: a resumed run keeps its schedule
     step = first
     while True:
         last = step >= s["max_steps"]
@@ -315,11 +315,11 @@ def main():
             break
 
         T = min(window_length(s["seed"], step, s["bptt"]), length - at)
-        torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # dropout: no generator to carry over a restart
+        torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # so dropout needs no saved generator
         lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
         figures, state = update(read(data.train, streams, length, at, T, m.device), state, lr)
-        # only now does the host wait for the device; a step that went wrong is saved nowhere. One reduction for four figures: stopping
-        # is above 0 where any process had a signal, so that all stop at the same step
+        # the host waits for the device only here, and a step that went wrong is never saved. One reduction serves four figures: stopping
+        # is above 0 if any process got a signal, so all stop at the same step
         figures = torch.cat((figures, torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
         loss, norm, stopping, pace = m.mean(figures).tolist()
         if not math.isfinite(loss + norm):
@@ -338,7 +338,7 @@ def main():
             seconds_left=left, minutes=minutes)
         minutes += dt / 60
         at += T
-        if at >= length:  # the next epoch starts with nothing remembered
+        if at >= length:  # the next epoch starts without state
             at, epoch, state = 0, epoch + 1, None
         if stopping:
             if save(step + 1, path):
@@ -356,7 +356,7 @@ def main():
         chosen = load_checkpoint(best_path, "SHAQ")
     except ValueError:  # there is none
         chosen = dict(best=None)
-    best_there = m.all(chosen["best"] == best)  # a full disk can have kept it from following ckpt.pt
+    best_there = m.all(chosen["best"] == best)  # a full disk may have left best.pt outdated
     if best_there:
         model.load_state_dict(chosen.pop("model"))
     if data.test is not None:
@@ -371,7 +371,7 @@ def main():
     if m.rank == 0:
         try:
             say("sample:" + sample_text(model, data.tokenizer, "\n", 400, seed=s["seed"]))
-        except SystemExit:  # the tokenizer, not there, has said why
+        except SystemExit:  # no tokenizer: the reason is printed
             pass
         show = best_path if best_there else path
         if saved or best_there:
