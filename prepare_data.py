@@ -13,9 +13,9 @@ enwik8        the first 10^8 bytes of a 2006 English Wikipedia dump: 90M train, 
 fineweb10B    FineWeb, 103 shards already tokenised with GPT-2's tokenizer; --from_file takes a folder of shards
 --input       any files, in the given order, as one stream; 90/10; UTF-8 is needed for --tokenizer=gpt2 only
 
-Written to DATA_DIR/NAME: one .bin file per split (fineweb10B: per shard), and meta.json last, so it means complete.
-A .bin file is llm.c's: 256 int32 (magic 20240520, version 1, number of tokens, zeros), then the tokens as uint16, all
-little-endian. Texts are held in memory while they are prepared, tokens are read through memmap.
+DATA_DIR/NAME gets one .bin file per split (fineweb10B: per shard) and, last, meta.json, which marks it as complete.
+A .bin file has llm.c's format: 256 int32 (magic 20240520, version 1, number of tokens, zeros), then the tokens as uint16,
+all little-endian. Texts are held in memory while they are prepared; tokens are read through memmap.
 """
 import argparse
 import bisect
@@ -51,7 +51,7 @@ import numpy as np
 # Shared by every script: errors in one line, flags, atomic files, progress
 
 def die(message, status=1):
-    """Print one line on stderr and exit: for whatever a user can cause and can put right."""
+    """Print one line on stderr and exit: for errors that users can cause and can fix."""
     after_the_first()
     # a half-finished progress line is ended first
     warn("\n" * progress.open + f"error: {' '.join(map(str.strip, str(message).splitlines()))}")
@@ -59,7 +59,7 @@ def die(message, status=1):
 
 
 def after_the_first():
-    """Most mistakes are made by all of torchrun's processes alike: the first of a machine tells it, and torchrun then ends the others."""
+    """All of torchrun's processes make most mistakes alike: wait, so that a machine's first one reports it and torchrun ends the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(1)
 
@@ -67,7 +67,7 @@ def after_the_first():
 def warn(text):
     """Print on stderr, unless nobody reads it any more: in `train_gpt.py 2>&1 | tee log`, Ctrl-C ends tee, too."""
     with contextlib.suppress(OSError):
-        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # in one piece: torchrun's processes, unbuffered, all say it at once
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # in one write: torchrun's unbuffered processes may print at once
 
 
 @contextlib.contextmanager
@@ -80,10 +80,10 @@ def one_line():
 
 
 def run(main, again="", memory="a smaller model, batch, window or file"):
-    """Call main(); Ctrl-C, a full disk and the like end in one line, not a traceback. again, memory: the advice in two of these."""
+    """Call main(); Ctrl-C, a full disk and the like print one line. again, memory: advice if interrupted, if out of memory."""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None where it was closed
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a sample may hold characters that the terminal has not
+        if hasattr(stream, "reconfigure"):  # the terminal may lack a sample's characters
             stream.reconfigure(errors="backslashreplace")
     try:
         in_one_line(main, again, memory)
@@ -138,7 +138,7 @@ ELSEWHERE = {"--batch_size": "--batch_tokens", "--learning_rate": "--lr", "--max
 
 
 def nearest(word, words):
-    """'; did you mean X?' for the closest of words, or what other scripts call word; '' if none is close."""
+    """'; did you mean X?', X being our name for another script's flag or the closest of words; '' if none."""
     other = ELSEWHERE.get(word.replace("-", "_").replace("__", "--", 1))
     close = [other] if other in words else difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {close[0]}?" if close else ""
@@ -168,7 +168,7 @@ class Parser(argparse.ArgumentParser):
 
     class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
         def _get_help_string(self, action):
-            return action.help if action.default in (None, "", "\n") else super()._get_help_string(action)  # these would not show
+            return action.help if action.default in (None, "", "\n") else super()._get_help_string(action)  # no default to show
 
     def __init__(self, **kw):
         super().__init__(allow_abbrev=False, formatter_class=self.Help, **kw)
@@ -183,7 +183,7 @@ class Parser(argparse.ArgumentParser):
                     self.error(f"unknown flag {flag}{nearest(flag, flags.values())}")
                 if equals and self._option_string_actions[flags[flag.replace("-", "_")]].nargs == 0:
                     self.error(f"{flag} takes no value, got {value!r}")
-                value = os.path.expanduser(value) if value.startswith("~/") else value  # shells leave it in --out_dir=~/x: rm -r ~ would follow
+                value = os.path.expanduser(value) if value.startswith("~/") else value  # shells keep ~ in --out_dir=~/x: a folder ~ is a trap
                 args[i] = flags[flag.replace("-", "_")] + equals + value
         return super().parse_known_args(args, namespace)
 
@@ -193,8 +193,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def write_atomic(path, write):
-    """write(f) fills a temporary binary file that then replaces path: whole or not at all, even if the power fails. What a killed process
-    leaves of one, the next overwrites; two at once are kept apart by claim() and alone()."""
+    """write(f) fills a temporary binary file that then replaces path: all or nothing, even if the power fails. If a process is killed, the
+    next overwrites its temporary file; claim() and alone() prevent two writers at once."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     temporary = f"{path}.tmp"
     try:
@@ -207,17 +207,17 @@ def write_atomic(path, write):
         with contextlib.suppress(OSError):
             os.remove(temporary)
         if isinstance(e, OSError):
-            e.filename = path  # a full disk does not say where
+            e.filename = path  # a full disk names no file
         raise
 
 
 def write_or_warn(path, write):
-    """write_atomic, but if the disk is full, warn and go on -> whether the file was written."""
+    """write_atomic, but only warn if that fails (a full disk) -> whether the file was written."""
     try:
         write_atomic(path, write)
         return True
     except (OSError, RuntimeError) as e:
-        if isinstance(e.__context__, KeyboardInterrupt):  # which torch.save takes for a failed write, too
+        if isinstance(e.__context__, KeyboardInterrupt):  # torch.save takes it for a failed write
             raise e.__context__ from None
         if isinstance(e, RuntimeError) and isinstance(e.__context__, OSError):
             e = e.__context__  # torch.save turns a full disk into a RuntimeError that does not name it
@@ -227,8 +227,8 @@ def write_or_warn(path, write):
 
 
 def progress(done, total, t0, what, start=0, unit="MB", scale=1e6):
-    """One line on stderr, on a terminal ten times a second, in a log file every ten seconds: done of total (None: unknown) since t0, when
-    start were already done."""
+    """Print a line on stderr, ten times a second on a terminal, else every ten seconds: done of total (None: unknown), starting from start
+    at time t0."""
     now, tty, end = time.perf_counter(), sys.stderr.isatty(), done == total
     if not end and now - progress.last < (0.1 if tty else 10):
         return
@@ -260,7 +260,7 @@ def claim(file):
 
 @contextlib.contextmanager
 def alone(folder):
-    """While inside, no other process prepares folder: it waits."""
+    """While inside, others that would prepare folder wait."""
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, OSError):  # Windows, some network file systems
@@ -280,17 +280,17 @@ class Log:
     keeps the checkpoints and the log of the run before it as *.old."""
 
     def __init__(self, path, first, resume_step=None, evaluated=True, written=None):
-        """resume_step: the step of the checkpoint that the run resumes from. The earlier log is kept up to there: the records of all steps
-        before it and, if evaluated, the evaluation at that step (if not, the resumed run will make it). written: when that checkpoint was."""
+        """resume_step: the checkpoint's step, if the run resumes. The earlier log is then kept up to there: the records of all earlier steps
+        and, if evaluated, the evaluation at that step (if not, the resumed run will make it). written: the checkpoint's mtime, in ns."""
         self.path, self.file = path, open(path, "a+b", buffering=0)
         claim(self.file)
         folder = os.path.dirname(path) or "."
         there = lambda name: os.path.exists(os.path.join(folder, name))
         if written and os.stat(os.path.join(folder, "ckpt.pt")).st_mtime_ns != written:
             die(f"{folder}/ckpt.pt is newer than what this run has read: another has just ended. Type the same command again")
-        # what has no ckpt.pt does not push out what had one
+        # a run without ckpt.pt never replaces one that had it
         if resume_step is None and (there("ckpt.pt") or not there("ckpt.pt.old") and (there("best.pt") or os.path.getsize(path))):
-            self.file.seek(0)  # copied, not moved, as it is locked; and not opened again, as closing that would end the lock
+            self.file.seek(0)  # copied, not moved: it is locked. By this handle: closing another one would end the lock
             write_atomic(f"{path}.old", lambda f: shutil.copyfileobj(self.file, f))
             kept = ["log.jsonl.old"]
             for name in ("best.pt", "ckpt.pt"):  # ckpt.pt last: if this is killed on the way, the next run does it again
@@ -308,7 +308,7 @@ class Log:
                 if record.get("step", -1) >= resume_step + (evaluated and "val_loss" in record) or not line.endswith(b"\n"):
                     break
                 keep += len(line)
-        except (ValueError, TypeError, AttributeError, RecursionError):  # a line that a crash cut short is the last
+        except (ValueError, TypeError, AttributeError, RecursionError):  # a crash can only cut the last line short
             if i < len(lines):
                 write_atomic(f"{path}.damaged", lambda f: f.writelines(lines))
                 warn(f"note: {path}, line {i} is damaged; it and all that follows is dropped, but kept in {path}.damaged")
@@ -330,8 +330,8 @@ class Log:
 
 
 def start_log(m, s, c, model, data, step, evaluated, written):
-    """What main() logs with, a no-op but on rank 0, and the versions of what runs, for checkpoints. step: of the checkpoint that the run
-    resumes from, else None; written: its time. Dies where the processes are not of one run: replicas would drift apart unseen."""
+    """-> (main()'s log function, a no-op except on rank 0; the software versions, for checkpoints). step: the checkpoint's, if the run
+    resumes, else None; written: its mtime. Dies if the processes are not of one run: replicas would drift apart unseen."""
     for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=data.source, checkpoints=step).items():
         if not m.same(mine):
             die(f"the processes differ in their {what}: type the same command, with --compile, whose default hangs on what is installed, "
@@ -345,8 +345,8 @@ def start_log(m, s, c, model, data, step, evaluated, written):
 
 
 class StopSignal:
-    """Ctrl-C, SIGTERM or a closed terminal (not where nohup has it ignored) sets .number, for the loop to save at its next step boundary;
-    a second one ends it at once, but for the first second: a batch system signals every process, and torchrun passes its own on to each."""
+    """Ctrl-C, SIGTERM or a closed terminal (unless nohup ignores it) sets .number, and the loop saves after its step. A second signal ends the
+    run at once, but not within the first second: batch systems signal every process, and torchrun passes its own signal on to each."""
 
     def __init__(self):
         self.number = self.at = 0
@@ -358,7 +358,7 @@ class StopSignal:
     def receive(self, number, frame):
         if not self.number:
             self.number, self.at = number, time.monotonic()
-            with contextlib.suppress(OSError):  # nobody may read it any more. Not by print(), which may be at work
+            with contextlib.suppress(OSError):  # stderr may be closed. Not print(): the signal may interrupt one
                 os.write(sys.stderr.fileno(), b"\nstopping after this step or evaluation; a second time: at once, without saving\n")
         elif time.monotonic() > self.at + 1:
             raise KeyboardInterrupt
@@ -379,14 +379,14 @@ def unchanged(typed, stored, free):
 
 
 def shorten(s, asked, step, pace, say):
-    """Every 25 steps, and before that once the time is up, cut the schedule to the steps that max_minutes allow at the run's pace so far,
-    never to more than were asked for (None: leave it as it is). pace: seconds a step, a mean over processes, so that all decide alike; 0 as
-    long as it is not known."""
+    """Every 25 steps, or as soon as the time is up if that is sooner, cut the schedule to the steps that fit into max_minutes at the pace so
+    far, at most asked (None: change nothing). pace: seconds a step, averaged over processes, so that all decide alike; 0 while
+    unknown."""
     up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
     if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return
     fits = max(step, min(asked, int(60 * s["max_minutes"] / pace)))
-    if s["paced"]:  # a stall must not end the run while its learning rate is high: at most half of what is left goes at a time
+    if s["paced"]:  # cut at most half of what is left at a time: a stall must not end the run while its learning rate is high
         fits = max(fits, (step + s["max_steps"]) // 2)
     if fits < asked == s["max_steps"]:
         say(f"note: {s['max_minutes']:g} minutes will do for {fits} steps here"
@@ -403,7 +403,7 @@ def diverged(m, path, what):
 
 
 def git_commit():
-    """The commit that runs, '+' behind it where files were changed since; '' outside a git checkout."""
+    """This checkout's commit, followed by '+' if files differ from it; '' outside a git checkout."""
     try:
         out = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=os.path.dirname(os.path.abspath(__file__)),
                              capture_output=True, text=True, timeout=10)
@@ -420,7 +420,7 @@ VOCAB_SIZE = {"byte": 256, "gpt2": 50257}
 
 @functools.lru_cache(None)
 def gpt2():
-    """tiktoken's r50k_base: GPT-2's very tokens from one hash-checked file (its "gpt2" needs two)."""
+    """tiktoken's r50k_base: the same tokens as its "gpt2", from one hash-checked file, not two."""
     try:
         import tiktoken
     except ImportError:
@@ -441,13 +441,13 @@ def encode(tokenizer, text):
 
 def decode(tokenizer, ids):
     """Sequence of int -> str; bytes that are no UTF-8 become U+FFFD."""
-    ids = list(ids)  # of an array or a tensor bytes() would be its memory
+    ids = list(ids)  # bytes(an array) would be its raw memory
     return bytes(ids).decode(errors="replace") if tokenizer == "byte" else gpt2().decode(ids)
 
 
 def safe_chunks(text, size):
-    """Cut text into pieces of about size characters whose tokens, joined, are the tokens of the whole text: between a visible character and
-    a space, where GPT-2's pattern always splits words, whatever follows, as it looks ahead only from runs of spaces."""
+    """Cut text into pieces of about size characters whose tokens, joined, are those of the whole text. Each cut is between a visible
+    character and a space: GPT-2's pattern always splits there, whatever follows, as it looks ahead only from runs of spaces."""
     boundary, start = re.compile(r"\S(?=[ \n])"), 0
     while start < len(text):
         match = boundary.search(text, start + size - 1)
@@ -462,7 +462,7 @@ def tokenize(raw, tokenizer, what, size=1 << 20):
         return np.frombuffer(raw, np.uint8).astype(np.uint16)
     bpe, chunks = gpt2().encode_ordinary, list(safe_chunks(raw.decode(), size))
     done, total, t0, tokens = 0, sum(map(len, chunks)), time.perf_counter(), []
-    pool = ThreadPoolExecutor()  # threads will do: tiktoken works outside Python's lock
+    pool = ThreadPoolExecutor()  # threads suffice, as tiktoken releases the GIL
     try:
         for chunk, ids in zip(chunks, pool.map(lambda text: np.array(bpe(text), np.uint16), chunks)):
             tokens.append(ids)
@@ -531,7 +531,7 @@ class Dataset:
 
     @property
     def source(self):
-        "What a checkpoint says of it; one SHA-256, however many files the text came in"
+        "What checkpoints record of it, with one SHA-256 for however many files"
         known = self.meta.get("sha256")
         known = known if isinstance(known, str) else hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         return dict(name=self.name, tokenizer=self.tokenizer, sha256=known, tokens=len(self.train))
@@ -563,7 +563,7 @@ def load_dataset(name, data_dir="data"):
                 prepare(folder, name, "byte", *pysource())
     if not os.path.isfile(path):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(path)  # where another user's folder may not be read, that is the error: preparing it again would fail, too
+            os.stat(path)  # report a folder that we may not read as just that: preparing the data again would fail, too
         close = "" if name in DATASETS else nearest(name.lower(), DATASETS)
         die(f"data set {name!r} is not prepared in {data_dir}{close}; type: {hint}")
     try:
@@ -585,19 +585,19 @@ def load_dataset(name, data_dir="data"):
 
 
 def shared_dataset(s, m):
-    "load_dataset() in every process; the first one makes pysource where it is not there yet, and the others wait"
+    "load_dataset() in every process; the others wait while the first prepares pysource, if it is missing"
     if m.rank == 0:
         load_dataset(s["dataset"], s["data_dir"])
     m.all(True)
     data = load_dataset(s["dataset"], s["data_dir"])
     for split in filter(None, (data.train, data.val, data.test)):
-        split[:2**20]  # tokens outside the vocabulary, as a rule, end it here, not once an earlier run's files have made way
+        split[:2**20]  # finds most cases of tokens outside the vocabulary before an earlier run's files are moved
     return data
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sources. Size and digest are those of the text itself, unpacked, so a mirror may pack it differently; of a book that Gutenberg revises
-# they only tell whether it is the edition that our figures were measured with. enwik8: the SHA-1 of the Large Text Compression Benchmark
+# Sources. Size and digest are those of the unpacked text, so that a mirror may pack it differently. For a book that Gutenberg revises, they
+# only tell whether it is the edition behind our figures. enwik8's SHA-1 is from the Large Text Compression Benchmark
 
 @dataclasses.dataclass
 class Source:
@@ -605,7 +605,7 @@ class Source:
     tokenizer: str = "byte"
     size: int = 0
     digest: tuple = ("sha256", "")  # leave it out of a new entry: the error then prints the digest to enter
-    revised: bytes = b""  # of a text whose size and digest change: a pattern that whole copies hold, but no half of one and no web page
+    revised: bytes = b""  # for texts whose size and digest change: a pattern in every whole copy, but in no partial one or web page
     percent: tuple = (90,)  # where train ends and val starts, where val ends and test starts
 
 
@@ -646,7 +646,7 @@ def text_of(raw, name):
 
 
 def read(path, utf8=False):
-    """The bytes of a file; dies if it is missing or empty, or if it is asked to be UTF-8 and is not."""
+    """The bytes of a file; dies if it is missing, empty or, where utf8 is set, not UTF-8."""
     if not os.path.isfile(path):
         die(f"{path} does not exist or is not a file")
     raw = pathlib.Path(path).read_bytes()
@@ -658,7 +658,7 @@ def read(path, utf8=False):
 
 
 def download(url, part, resume=True):
-    """Fetch url -> part, the file that holds it, going on where an earlier attempt stopped if the server can, else afresh."""
+    """Download url to the file part -> part; continue an earlier attempt if the server can, else start afresh."""
     what = os.path.basename(url)
     furthest = os.path.getsize(part) if resume and os.path.exists(part) else 0
     remedy = "give a mirror with --url or a local copy with --from_file"
@@ -704,8 +704,8 @@ def download(url, part, resume=True):
 
 
 def fetch(name, folder, url, copy=None):
-    """-> the bytes of a data set that is one file, verified, and where they are from: a local copy, an earlier download (not of a text that
-    is revised if another url is named), or url."""
+    """-> (the verified bytes of a one-file data set, their origin): a local copy, an earlier download (unless the text is one that is revised
+    and url is another), or url."""
     source = DATASETS[name]
     path = os.path.join(folder, os.path.basename(source.url))  # the same name whatever a mirror calls it
     if copy:
@@ -785,12 +785,12 @@ def prepare(folder, name, tokenizer, raw, source, percent=(90,)):
 
 
 def prepare_fineweb(folder, name, url, shards):
-    """Collect tokenised shards. We know no checksum of theirs: header, size and every token are checked instead."""
+    """Collect tokenised shards. No checksum of theirs is known: header, size and every token are checked."""
     vocab = VOCAB_SIZE["gpt2"]
     lengths = np.array([len(gpt2().decode_single_token_bytes(i)) for i in range(vocab - 1)] + [0])  # <|endoftext|>: 0
     files = {"train": [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)], "val": ["fineweb_val_000000.bin"]}
     tokens, size, sha256 = dict.fromkeys(files, 0), dict.fromkeys(files, 0), {}
-    mirror = hashlib.sha256(url.encode()).hexdigest()[:8]  # each has parts of its own: nothing would show that a shard is half of either
+    mirror = hashlib.sha256(url.encode()).hexdigest()[:8]  # separate .part files for each mirror: a shard mixed from two would go unnoticed
     for split, names in files.items():
         for shard in names:
             path = used = os.path.join(folder, shard)
@@ -833,7 +833,7 @@ def main(argv=None):
         die(f"unknown data set {dataset!r}{nearest(dataset, DATASETS)} (known: {', '.join(DATASETS)}, --input FILE...)")
     if bool(args.input) != bool(args.name) or args.dataset and args.input:
         die("--input FILE... goes with a --name of your own and without a named data set")
-    if args.input and name.lower() in map(str.lower, DATASETS):  # one folder on most Macs, and on Windows
+    if args.input and name.lower() in map(str.lower, DATASETS):  # most Macs and Windows ignore case
         die(f"--name={name} is another data set's: take a --name of your own")
     if not re.fullmatch(NAME, name):
         die(f"--name {name!r} is no folder name: take letters, digits, _ - .")
