@@ -10,9 +10,9 @@ Every table and figure of the papers, from measurement, with the papers' numbers
     python bench.py eval --ckpt=out/gpt/ckpt.pt --tasks=piqa,hellaswag,openbookqa,arc_easy,blimp
     python bench.py plot                                        figures from the records of compare, scaling, prefill and decode
 
-Each prints Markdown tables and appends its records to out/bench/WHAT.jsonl, one JSON object a line. Without flags the sizes are small
-on a CPU and the papers' on a GPU, but for compare and scaling, which train: there they take minutes. python bench.py WHAT --help lists
-the flags of one.
+Each but plot prints Markdown tables and appends its records to out/bench/WHAT.jsonl, one JSON object a line. By default the sizes are
+small on a CPU and the papers' on a GPU, except that compare and scaling, which train, take minutes there. python bench.py WHAT --help
+lists a command's flags.
 
 [1] Aggarwal and Kumar, arXiv:2603.08343v2 (v1 where said)   [2] Wang, Dynamic Value Attention   [3] Bharwani et al., SHAQ
 """
@@ -66,8 +66,8 @@ ABLATIONS = {  # [3, tables 1 and 2]: hours an epoch on a V100, parameters, test
     "attn3": (None, "54M", 1.146), "attn4": (None, "54M", 1.141), "layers3_heads2": (None, "41M", 1.16),
     "layers2_heads2": (None, "29M", 1.164), "layers2": (None, "29M", 1.135), "shaq": (18.5 / 32, "26M", 1.180),
 }
-# [1, table 3], one H100: ms, tokens/s and MB, dense then Hadamard. Each memory difference but tiny's is 4 bytes a weight that is gone (in
-# MiB): those runs kept fp32 weights. The tokens/s do not follow from the latencies (65,536 tokens in 33 ms are 2.0M/s): both are shown.
+# [1, table 3], one H100: ms, tokens/s and MB, dense then Hadamard. Except for tiny, each memory difference is 4 bytes per removed
+# weight (in MiB): those runs kept fp32 weights. The tokens/s contradict the latencies (65,536 tokens in 33 ms are 2.0M/s): both are shown.
 PREFILL = {"tiny": ((33.157, 150126, 16264), (32.366, 156133, 16227)), "small": ((84.699, 53154, 21330), (83.204, 55956, 21233)),
            "base": ((129.595, 26921, 26504), (126.442, 28585, 26289)), "large": ((174.158, 16188, 32240), (169.501, 17318, 31857))}
 DECODE = {  # tokens/s, by batch, prompt and new tokens. v2 names no prompt: one token here. v1's latencies are those of 16 new tokens
@@ -88,12 +88,12 @@ HEADS = {SIZES[s]["n_embd"]: SIZES[s]["n_head"] for s in GPTS}  # of each width
 # -----------------------------------------------------------------------------
 # Shared: flags, tables, records, the clock
 
-COMMANDS, BEGUN = {}, itertools.count(1)  # BEGUN: this process's commands, two of which may begin in one second
+COMMANDS, BEGUN = {}, itertools.count(1)  # BEGUN numbers the commands, as two may begin in one second
 
 
 def command(flags=lambda gpu: ()):
-    """Makes bench_NAME(args) the command NAME. flags(gpu) -> its own flags, each (name, arguments of add_argument); gpu: whether it will
-    run on one, which their defaults depend on"""
+    """Registers bench_NAME(args) as the command NAME. flags(gpu) -> its own flags, each (name, arguments of add_argument); their defaults
+    depend on gpu: whether it will run on one"""
     def add(f):
         COMMANDS[f.__name__.removeprefix("bench_")] = f, flags
         return f
@@ -122,7 +122,7 @@ def start(args):
         m = machine(args.device, args.dtype)
     if m.world > 1:
         die("bench.py measures one device: start it without torchrun")
-    torch.use_deterministic_algorithms(False)  # compare, named before this command, may have left it on
+    torch.use_deterministic_algorithms(False)  # an earlier compare may have left it on
     torch.backends.cuda.enable_cudnn_sdp(args.what not in ("decode", "eval"))  # it plans for 0.1 s or more at each new number of keys
     args.run = time.strftime(f"%Y-%m-%d %H:%M:%S, process {os.getpid()}, command {next(BEGUN)}")
     args.gpu = m.device.type == "cuda"
@@ -133,7 +133,7 @@ def start(args):
 
 
 def on_gpu(argv):
-    "Whether the commands will run on a GPU, which the defaults of their flags depend on"
+    "Whether the commands will run on a GPU: their flags' defaults depend on it"
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--device", nargs="?", default="auto")  # without a value: the command's own parser will say so
     return torch.cuda.is_available() and parser.parse_known_args(argv)[0].device in ("auto", "cuda")
@@ -180,11 +180,11 @@ class Joined(argparse.Action):
 
 @contextlib.contextmanager
 def fits(what):
-    "If the code inside runs out of a GPU's memory, its rows are left out of the table; all else, later commands too, goes on"
+    "If the code inside runs out of GPU memory, leave its rows out of the table and go on with all else, later commands too"
     try:
         yield
     except RuntimeError as e:
-        if isinstance(e.__context__, torch.OutOfMemoryError):  # while a CUDA graph was recorded: then ending that fails, too
+        if isinstance(e.__context__, torch.OutOfMemoryError):  # while recording a CUDA graph, whose end then fails, too
             e = e.__context__
         if not isinstance(e, torch.OutOfMemoryError):
             raise
@@ -192,8 +192,8 @@ def fits(what):
 
 
 def table(args, title, head, rows):
-    """Print a Markdown table, with hardware and date in its caption. head: the name of each column, followed in braces by the format of its
-    cells. None is printed as a dash; a column of nothing else is left out"""
+    """Print a Markdown table, with hardware and date in its caption. head: each column's name, followed in braces by its cells' format. None
+    is printed as a dash; a column of only None is left out"""
     columns = []
     for name, *cells in zip(head, *rows):
         name, _, form = name.partition(" {")
@@ -208,8 +208,8 @@ def table(args, title, head, rows):
 
 
 def record(args, **fields):
-    """Append one object to the records; run tells the records of one command from those of the next. nan and inf, such as the loss of a run
-    that diverged, become null, as JSON has neither"""
+    """Append one object to the records; its "run" tells one command's records from the next one's. nan and inf, such as the loss of a
+    diverged run, become null, as JSON has neither"""
     row = dict(what=args.what, run=args.run, hardware=args.hardware, git=args.git, **fields)
     row = json.loads(json.dumps(row), parse_constant=lambda text: None)
     try:
@@ -225,9 +225,9 @@ def record(args, **fields):
 
 def timed(work, m, rounds=7, least=0.02):
     """Seconds a call: {name: f} -> {name: (rounds,) array}. Rounds are interleaved, so that a machine that slows down slows all alike. Two
-    calls warm up (compilation), or a whole turn of a ring: on a CPU the first turn pays for pages never touched before. A sample is as
-    many calls as take `least` seconds, between two synchronisations. Calls are f(0), f(1), ..: the number lets f take its inputs in turn
-    from a ring that is larger than the cache."""
+    calls warm up (compilation), or a whole turn of a ring, as on a CPU its first turn pays for untouched pages. A sample is as many calls
+    as take `least` seconds, between two synchronisations. Calls are f(0), f(1), ..: by this number, f can take its inputs in turn from a
+    ring that is larger than the cache."""
     wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(m.device.type, lambda: None)
     count, calls, samples = dict.fromkeys(work, 0), {}, {name: [] for name in work}
 
@@ -252,7 +252,7 @@ def timed(work, m, rounds=7, least=0.02):
 
 
 def spread(t):
-    "median ± half the distance between the quartiles, in ms, to the first digit of that"
+    "median ± half the interquartile range, in ms, rounded to the latter's first digit"
     low, mid, high = np.percentile(t, [25, 50, 75]) * 1e3
     half = (high - low) / 2
     digits = max(0, -math.floor(math.log10(half or mid / 100)))
@@ -283,9 +283,9 @@ def ring(make):
 
 
 def in_turn(f, *rings):
-    """A function of i that calls f on the i-th tensor of each ring. On a GPU results are kept for one turn, so that they rotate through
-    memory too. On a CPU memory that was never touched before costs more than most of what is measured: there a result is freed, and the
-    next call gets its memory, as in training."""
+    """-> a function of i that calls f on the i-th tensor of each ring. On a GPU, results are kept for one turn, so that they rotate through
+    memory, too. On a CPU, where untouched memory costs more than most of what is measured, each result is freed and the next call reuses
+    its memory, as in training."""
     n, kept = len(rings[0]), {}
 
     def call(i):
@@ -297,7 +297,7 @@ def in_turn(f, *rings):
 
 
 def bandwidth(m):
-    "Bytes a second, read and written, of a plain copy here and now"
+    "Bytes a second that a plain copy reads and writes, measured now"
     x = ring(lambda: torch.randn(2**28 if m.device.type == "cuda" else 2**23, device=m.device))
     y = torch.empty_like(x[0])
     return 2 * y.nbytes / np.median(timed(dict(copy=in_turn(y.copy_, x)), m)["copy"])
@@ -310,7 +310,7 @@ def replay(work, m):
 
 
 def fresh_compiler():
-    "Forget what was compiled. Variants share their code: at the usual 8 versions of a function, the last of them would silently run eager."
+    "Forget compiled code. Variants share functions: with the usual limit of 8 versions of each, the last would silently run eager."
     import torch._dynamo
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 256
@@ -324,7 +324,7 @@ class Peak:
         if m.device.type == "cuda":
             gc.collect()  # a compiled model refers to itself
             w = torch.ones(256, 256, device=m.device, dtype=m.dtype, requires_grad=True)
-            with torch.enable_grad():  # allocates cuBLAS's workspaces, tens of MiB a thread, which else the first variant would be charged
+            with torch.enable_grad():  # allocate cuBLAS's workspaces, tens of MiB a thread: else they count as the first variant's
                 (F.linear(w, w, w[0]) @ w).sum().backward()
             del w
             self.before = torch.cuda.memory_allocated(m.device)
@@ -340,7 +340,7 @@ class Peak:
         return (torch.cuda.max_memory_allocated(self.m.device) - self.before) / 2**20 if self.m.device.type == "cuda" else None
 
     def held(self):
-        "MiB that a GPU keeps now: what the steps of CUDA graphs work in is reserved, and a replay allocates nothing"
+        "MiB reserved on a GPU, which include what CUDA graphs work in: a replay allocates nothing"
         torch.cuda.empty_cache()
         return (torch.cuda.memory_reserved(self.m.device) - self.reserved) / 2**20
 
@@ -403,8 +403,8 @@ def settings(kind, text, what):
 
 
 class Trainer:
-    """One variant with one seed, a step at a time, by the rules of train_gpt.py or train_shaq.py (recipe, data order, dropout), without
-    checkpoints. given: another model's parameters, from which this one's start where both have them."""
+    """Trains one variant with one seed, a step at a time, as train_gpt.py or train_shaq.py would (recipe, data order, dropout), without
+    checkpoints. given: another model's parameters; those that both models have start from them."""
 
     def __init__(self, kind, typed, data, m, seed, given=None, compiled=False):
         self.kind, self.data, self.m, self.seed, self.tokens = kind, data, m, seed, []  # tokens: of each step that was taken
@@ -435,11 +435,11 @@ class Trainer:
         self.flops, s["compile"] = self.model.flops_per_token(self.T), compiled
         self.update = SCRIPT[kind].stepper(self.model, self.optimizer, s, m, *([self.B // self.micro] if kind == "gpt" else []))
         if compiled:
-            self.model.compile(dynamic=kind == "shaq")  # whose windows differ in length
+            self.model.compile(dynamic=kind == "shaq")  # SHAQ's windows vary in length
         self.set_steps(s["max_steps"])
 
     def set_steps(self, n):
-        "The schedule is that of n steps"
+        "Set the schedule for n steps"
         self.steps = n
         self.min_lr, self.warmup = self.s.get("min_lr", self.s["lr"] / 10), self.s.get("warmup_steps", n // 50)
 
@@ -471,8 +471,8 @@ class Trainer:
 
     def run(self, what, points=10, whole=None):
         """All steps -> (curve, tokens/s). The curve's points: [step, training loss since the last point, validation loss, FLOPs, seconds in
-        steps]. A run that diverges ends there, with a validation loss of inf. what: the run's name in its line of progress, which counts
-        the steps of all runs where whole has (steps before this run, steps of all, when the first began)."""
+        steps]. A run that diverges ends there, with a validation loss of inf. what: the run's name in the line of progress; whole, (steps
+        before this run, steps of all runs, when the first began), makes that line count all runs."""
         before, total, start = whole or (0, self.steps, time.perf_counter())
         curve, losses, times = [[0, None, self.validate(), 0.0, 0.0]], [], []
         marks = {round(self.steps * (k + 1) / points) for k in range(points)}
@@ -497,8 +497,8 @@ class Trainer:
 
 @torch.no_grad()
 def share(model, given):
-    """Copy from given {name: tensor} each parameter of the same name and shape; of c_attn, where mha has W_Q W_K W_V and dva two more, the
-    rows that both have. The last layer of a branch starts at a scale that depends on n_layer: it is copied only if both have as many."""
+    """Copy from given {name: tensor} each parameter of the same name and shape and, of c_attn (W_Q W_K W_V in mha, two more in dva), the rows
+    that both have. The initial scale of a branch's last layer depends on n_layer: it is copied only if both have as many."""
     own = dict(model.named_parameters())
     theirs, ours = ({n for n in names if n.startswith("h.") and n.endswith("ln_1.weight")} for names in (given, own))
     branch_ends = () if ours == theirs else ("c_proj.weight", "alpha")
@@ -527,8 +527,8 @@ def paired(a, b):
 
 
 def paper_quality(kind, t):
-    """What the papers print for this model, on whatever data: perplexity, or, for SHAQ's presets at any width, bits per byte. None for a
-    model that is not theirs"""
+    """The papers' figure for this model, on any data: perplexity or, for SHAQ's presets at any width, bits per byte. None if the model is
+    not theirs"""
     c = asdict(t.model.config)
     if kind == "shaq":
         figure = ABLATIONS.get(t.s["preset"], (None,) * 3)[2]
@@ -552,7 +552,7 @@ def paper_quality(kind, t):
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile"))))
 def bench_compare(args):
     """Variants on the same data in the same order, from the same initial values of the weights they share, with k seeds.
-    The first is the baseline: each other's loss minus its loss, seed by seed, is averaged, and its standard error is that over seeds.
+    The first is the baseline: the other variants' losses minus its own, seed by seed, are averaged, with a standard error over seeds.
     --equal=flops and --equal=time give each variant as many steps as the baseline's FLOPs or seconds allow; the cosine is
     stretched, a warm-up that is set is not."""
     m, kind = start(args), args.model
@@ -589,9 +589,9 @@ def bench_compare(args):
     base = trainers[0]
     if args.equal == "time":
         for t in trainers if kind == "shaq" else ():
-            for i in range(math.ceil(t.model.config.mem_len / t.T)):  # a full memory, as most steps of a run see
+            for i in range(math.ceil(t.model.config.mem_len / t.T)):  # fill the memory: most of a run sees it full
                 t.step(i)
-            for i in [*range(8)] * 2 * t.update.on:  # those that will be timed, which records them
+            for i in [*range(8)] * 2 * t.update.on:  # record the graphs of the steps to be timed
                 t.step(i)
         t = timed({i: t.step for i, t in enumerate(trainers)}, m, rounds=5, least=0.0)
         steps = [max(1, round(base.steps * np.median(t[0]) / np.median(t[i]))) for i in t]
@@ -605,7 +605,7 @@ def bench_compare(args):
     for seed in range(args.seed, args.seed + args.seeds):
         given = dict(make(variants[0], seed).model.named_parameters())
         for k in range(len(variants)):
-            i = (seed - args.seed + k) % len(variants)  # each seed begins with another, so warming up favours none
+            i = (seed - args.seed + k) % len(variants)  # rotated by seed, so that warming up favours none
             t = make(variants[i], seed, given)
             t.set_steps(steps[i])
             curve, tokens_per_s = t.run(f"run {sum(map(len, runs)) + 1} of {len(variants) * args.seeds}", args.points, (done, total, began))
@@ -636,7 +636,7 @@ def bench_compare(args):
 
 
 # -----------------------------------------------------------------------------
-# kernels: bytes are the floor, a plain copy of as much memory is what the floor is worth here
+# kernels: the bytes that must move are the floor; a plain copy shows what they cost here
 
 
 @command(lambda gpu: (
@@ -648,8 +648,8 @@ def bench_compare(args):
 def bench_kernels(args):
     """hadamard_affine and hadamard_transform against a dense product, alpha * x + beta and a copy, the first also with the residual and
     LayerNorm that follow it; fo-pool against an LSTM, a loop, a copy and, on a GPU, fla-core's kernel; attention with one wide head against
-    12. Share of a copy's rate: the bytes that must move, over the time taken, over the same of a copy in the same run. One read and one write
-    would be 1. Of the backward pass alone: bytes and median time of both passes less those of forward."""
+    12. Share of a copy's rate: the bytes a second of those that must move, over a copy's in the same run. One read and one write at
+    its speed would be 1. Backward alone: bytes and median time of both passes, less those of forward."""
     m = start(args)
     for d in args.widths:
         with one_line():
@@ -672,19 +672,19 @@ def both(f, weights, n):
 
 
 def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
-    """Time forward and forward + backward, print both. layers: {name: (function, its weights, rings of its inputs, rings of the gradients
-    of its outputs, elements that must move in (forward, both) or None)}; copy: a ring of tensors to copy; times: {name: what its time is
-    multiplied by}"""
+    """Time forward and forward + backward, print both. layers: {name: (function, its weights, rings of its inputs, rings of its outputs'
+    gradients, elements that must move in (forward, both) or None)}; copy: a ring of tensors to copy; times: {name: factor for its
+    time}"""
     forward = {k: in_turn(torch.no_grad()(f), *x) for k, (f, _, x, _, _) in layers.items()}
     training = {k: in_turn(both(f, w, len(x)), *x, *dy) for k, (f, w, x, dy, _) in layers.items()}
     floors = {k: floor for k, (*_, floor) in layers.items() if floor}
     if copy:
-        forward = dict(copy=in_turn(torch.clone, copy)) | forward  # its results lie where the layers' do
+        forward = dict(copy=in_turn(torch.clone, copy)) | forward  # clone: results placed like the layers'
         floors["copy"] = (2 * copy[0].numel(),)
 
     def measure(work):
         turn = dict.fromkeys(work, 1)
-        if args.gpu:  # a turn in one CUDA graph: the device's time, not Python's. cuDNN's LSTM and the loop take long enough as they are.
+        if args.gpu:  # a turn as one CUDA graph, to time the device, not Python. cuDNN's LSTM and the loop are slow enough without.
             turn = {k: 1 if k.startswith(("LSTM", "loop")) else f.turn for k, f in work.items()}
             work = {k: f if turn[k] == 1 else replay(lambda f=f: [f(i) for i in range(f.turn)], m) for k, f in work.items()}
         return {k: v / turn[k] * times.get(k, 1) for k, v in timed(work, m, args.rounds).items()}
@@ -762,8 +762,8 @@ def affine_rows(args, m, d):
 
 
 def pool_loop(gates):
-    """fo-pooling in plain PyTorch, as one would write it first: autograd has a node for each operation of each step, and the gradient of each
-    f[:, t] is as large as f. Over f.unbind(1) it would take a sixtieth of the time at B 16, T 512, H 1024, 3 times the operator's"""
+    """fo-pooling in plain PyTorch, as one would first write it: autograd has a node for each operation of each step, and each f[:, t] has a
+    gradient as large as f. With f.unbind(1) it would take a sixtieth of the time at B 16, T 512, H 1024, 3 times the operator's"""
     z, f, o = gates.chunk(3, -1)
     z, f, o, c, h = z.tanh(), f.sigmoid(), o.sigmoid(), 0, []
     for t in range(gates.size(1)):
@@ -828,16 +828,16 @@ def attention_rows(args, m, B, T, d):
 # -----------------------------------------------------------------------------
 # code: what Triton makes of kernels.py for a GPU that need not be there
 
-ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200 can issue, all threads together, while nine tenths of its memory's
-# rate move one byte: 132 multiprocessors of 4 x 32 lanes
+ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200's threads together can issue while its memory, at nine tenths of
+# its rate, moves one byte: 132 multiprocessors of 4 x 32 lanes
 
 
 def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual="", **flags):
     """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "dots forward", "dots pre"
-    or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d, "rope backward"; flags: of the kernel;
-    residual: "fp32" beside rows of 16 bits. -> registers, bytes of stack a thread and of shared memory; ops, the opcodes with their
-    modifiers in order; instructions an element in all (each) and in the longest loop (loop, 0 if none); far, how many addresses, or tensors
-    of them, have 64-bit offsets; plan. Not in a process that has TRITON_INTERPRET=1."""
+    or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d, "rope backward"; flags: the kernel's;
+    residual: "fp32" beside rows of 16 bits. -> registers and bytes of stack a thread, bytes of shared memory; ops: the opcodes with their
+    modifiers, in order; each and loop: instructions an element in all and in the longest loop (0 if none); far: how many addresses, or tensors
+    of them, have 64-bit offsets; plan. Not for a process with TRITON_INTERPRET=1."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -893,7 +893,7 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     loop = max((sum(to <= at <= end for at, _, _ in lines) for to, end in jumps if to <= end), default=0)
     each = 32 * warps / elements
     return SimpleNamespace(registers=found["REG"], stack=found["STACK"] + found["LOCAL"], plan=plan,
-                           shared=compiled.metadata.shared,  # the cubin does not know: it is asked for at the launch
+                           shared=compiled.metadata.shared,  # not in the cubin: the launch asks for it
                            ops=[op for _, op, _ in lines], each=len(lines) * each, loop=loop * each,
                            far=len(re.findall(r"tt\.addptr .*(?:xi64>|, i64)", compiled.asm["ttir"])))
 
@@ -906,14 +906,14 @@ def follow_parent():
 
 @contextlib.contextmanager
 def compilers(workers):
-    "Processes for code_of, which must not have the interpreter in the compiler's place"
+    "Processes for code_of with Triton's compiler, even if TRITON_INTERPRET is set here"
     before = os.environ.copy()
     os.environ["TRITON_INTERPRET"] = "0"
     try:
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), follow_parent) as pool:
             try:
                 yield pool
-            except BaseException:  # Ctrl-C, a failure: else all that was submitted would be waited for, minutes
+            except BaseException:  # Ctrl-C or a failure: else the pool would finish all its jobs, for minutes
                 for process in multiprocessing.active_children():
                     process.kill()
                 raise
@@ -981,7 +981,7 @@ def inference_model(size, out, m, length, compiled):
     with torch.device(m.device):
         model = GPT(GPTConfig(**SIZES[size] | dict(attn_out=out, block_size=max(length, SIZES[size].get("block_size", 1024)))))
     model.to(m.dtype).requires_grad_(False)
-    for block in model.h if compiled else ():  # all by the same code; of the whole, the unrolled layers take many minutes
+    for block in model.h if compiled else ():  # all share compiled code; the whole, unrolled, would take many minutes
         block.compile()
     torch.cuda.empty_cache()
     return model.eval()
@@ -993,8 +993,8 @@ def deviation(t):
 
 
 def gains(t):
-    """{variant: seconds in each round (rounds,)} -> {variant: gain in throughput over dense, the standard error of that over rounds, share
-    of the gain that identity attains; None where identity's gain is below its error}"""
+    """{variant: seconds in each round (rounds,)} -> {variant: gain in throughput over dense, its standard error over rounds, share of the
+    time that identity saves (None if identity's gain is below its error)}"""
     mean = {k: v.mean() for k, v in t.items()}
     gain = {k: mean["dense"] / v - 1 for k, v in mean.items()}
     error = {k: standard_error(t["dense"] / v) for k, v in t.items()}
@@ -1032,8 +1032,8 @@ def cases(args, m, measure):
 @command(lambda gpu: speed_flags(gpu, "1024" if gpu else "8", "64" if gpu else "128"))
 @torch.no_grad()
 def bench_prefill(args):
-    """A prompt through the model, logits of every position out: by the memory in its table 3 so did the paper. Share of the gain: the time
-    that the variant saves, over the time that identity, no mix at all, saves."""
+    """A prompt through the model, with logits for every position, as the paper did by the memory in its table 3. Share of the gain: the
+    time that the variant saves, over that which identity, without any mixing, saves."""
     m = start(args)
 
     def measure(size, compiled, idx):
@@ -1071,9 +1071,9 @@ def bench_prefill(args):
     ("presets", dict(type=listed(str, SHAQ_PRESETS), default="sharnn,shaq", help="of SHAQ, byte by byte"))))
 @torch.no_grad()
 def bench_decode(args):
-    """Greedy decoding with a static KV cache. First token: the prompt through the model. Then --new_tokens steps, on a GPU launched one
-    kernel after another (eager) and captured whole in a CUDA graph. Floor: every weight and the cached keys and values read once a step,
-    at the bandwidth of a copy in this run. After that SHAQ, byte by byte."""
+    """Greedy decoding with a static KV cache. First token: the prompt through the model. Then --new_tokens steps; on a GPU both with
+    kernels launched one by one (eager) and all as one CUDA graph. Floor: all weights and cached keys and values are read once a step, at
+    the bandwidth of a copy in this run. Last, SHAQ byte by byte."""
     m, n = start(args), args.new_tokens
     copy = bandwidth(m)
 
@@ -1082,11 +1082,11 @@ def bench_decode(args):
         for out in OUTS:
             p = Peak(m)
             models[out] = model = inference_model(size, out, m, T + n, compiled)
-            if cache is None:  # all variants share it, as it has one shape, and four would not fit
+            if cache is None:  # one for all variants: its shape is the same, and four would not fit
                 cache = model.new_cache(B, T + n)
                 cached = sum(t.nbytes for layer in cache for t in layer)
 
-            @torch.inference_mode()  # as anyone who only decodes would: in eager mode it makes operators written in Python faster to call
+            @torch.inference_mode()  # as in any program that only decodes: in eager mode, it speeds up calls of operators in Python
             def prompt(i=0, model=model, cache=cache):
                 return model.lm_head(model.hidden(idx, cache)[:, -1]).argmax(-1, keepdim=True)        # (B, 1)
 
@@ -1098,7 +1098,7 @@ def bench_decode(args):
             prompt(), steps()
             p.forget()
             prompt(), steps()
-            peak[out] = p.mib() and p.mib() + (0 if out == "dense" else cached / 2**20)  # dense's peak has the cache in it
+            peak[out] = p.mib() and p.mib() + (0 if out == "dense" else cached / 2**20)  # dense's peak includes the cache
             first[out], eager[out] = prompt, steps
             if args.gpu:
                 torch.backends.cuda.enable_cudnn_sdp(True)  # a graph plans only once
@@ -1131,9 +1131,9 @@ def bench_decode(args):
 
 
 def generate_rows(args, m, copy):
-    "Time a byte of SHAQ's greedy generate() with a full memory, 5,000 bytes; on a CPU 256 wide, and after 512 bytes"
+    "Time SHAQ's greedy generate() per byte, with a full memory of 5,000 bytes; on a CPU 256 wide, after 512 bytes"
     n = 5000 if args.gpu else 512
-    # so that PyTorch lays an LSTM's weights side by side in bf16, too: else cuDNN's would copy them at every call
+    # makes PyTorch lay an LSTM's weights side by side in bf16, too: else cuDNN would copy them at every call
     torch.backends.cudnn.CUDNN_TENSOR_DTYPES.add(torch.bfloat16)
     work, models = {}, {}
     for preset in args.presets:
@@ -1174,14 +1174,14 @@ def generate_rows(args, m, copy):
     ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed")),
     ("profile", dict(type=flag01, default=False, help="then where one more step's time goes: by operators, on a GPU by kernels"))))
 def bench_train(args):
-    "Forward, backward and update of every variant of the three models on random tokens, interleaved: their ratios are of the same minutes."
+    "Forward, backward and update of every variant of the three models on random tokens, interleaved, so that all share the same minutes."
     m = start(args)
     peak, source = peak_flops(m)
     alone = args.models == ["shaq"]
     common = settings("shaq" if alone else "gpt", args.set or "", "--set")
     if own := {"dataset", "data_dir", *(["preset"] if alone else ["size", "attn", "attn_out"])} & set(common):
         die(f"train chooses {', '.join(sorted(own))} itself: drop it from --set, and name what to time in --sizes, --presets")
-    groups = []  # (kind, vocabulary, {name: settings}); the first of a group is what the others are compared with
+    groups = []  # (kind, vocabulary, {name: settings}); the others of a group are compared with its first
     if "gpt" in args.models:
         groups += [("gpt", 256 if s == "nano" else 50257, {f"{s}, {o}": dict(size=s, attn_out=o) | common for o in OUTS})
                    for s in args.sizes]
@@ -1202,9 +1202,9 @@ def bench_train(args):
         trainers, memory, rates = {}, {}, {}
         for name, v in variants.items():
             trainers[name] = t = Trainer(kind, v, data, m, 1, compiled=args.compile)
-            for i in range(1 + (math.ceil(t.model.config.mem_len / t.T) if kind == "shaq" else 0)):  # a full memory: what a long run sees
+            for i in range(1 + (math.ceil(t.model.config.mem_len / t.T) if kind == "shaq" else 0)):  # fill the memory, as in a long run
                 t.step(i)
-            for i in [*range(args.rounds + 3)] * 2 * t.update.on:  # those that will be timed, which records them
+            for i in [*range(args.rounds + 3)] * 2 * t.update.on:  # record the graphs of the steps to be timed
                 t.step(i)
             t.peak.forget()
             t.step(i + 1)
@@ -1220,7 +1220,7 @@ def bench_train(args):
         for name, s in seconds.items():
             t, tokens = trainers[name], np.mean(trainers[name].tokens[-args.rounds:])
             paper = papers.get(name) if kind == "shaq" and t.model.config.n_embd == SHAQConfig.n_embd else None
-            # SHAQ's windows differ in length, but step i of all variants is the same one
+            # SHAQ's windows vary in length, but step i's is the same in all variants
             rates[name] = rate = tokens / (np.median(s) if kind == "gpt" else s.mean())
             rows.append((name, t.params, tokens, spread(s), paper, rate, paper and rate / paper, rate * t.flops / peak, memory[name]))
             record(args, model=kind, variant=name, seconds=s.tolist(), tokens=tokens, tokens_per_s=rate, mfu=rate * t.flops / peak,
@@ -1235,7 +1235,7 @@ def bench_train(args):
             ratios.append((f"{name} against {base}", paper, x, paper and x - paper, 1 / x - 1, share))
         for name in trainers if args.profile else ():
             with fits(f"{name}'s profile"):
-                # the first step under the profiler is not counted: what that allocates leaves a CPU fresh memory to write to
+                # the profiler's own first allocations leave a CPU untouched memory to write to: do not count that step
                 with torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)) as p:
                     for _ in range(2):
                         trainers[name].step(len(trainers[name].tokens))
@@ -1302,9 +1302,9 @@ def loss_against_compute(runs):
     ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile"))))
 def bench_scaling(args):
-    """Of each size the baseline is trained on 20 tokens per parameter, the others on as many FLOPs, each at its best learning rate; loss
-    against compute, and the exponent of loss ~ C^s. Its error: from the residuals of the fit, and over seeds, each with its own fit (runs
-    of one seed share data and initial values, so differences are paired)."""
+    """For each size, the baseline is trained on 20 tokens per parameter, the others for as many FLOPs, each at its best learning rate. Shows
+    loss against compute, and the exponent of loss ~ C^s with two errors: from the residuals of the fit, and over seeds, each with its own
+    fit (runs of one seed share data and initial values, so differences are paired)."""
     m = start(args)
     small = "" if args.gpu else "block_size=128,batch_tokens=2048,eval_tokens=65536"
     common = settings("gpt", small if args.set is None else args.set, "--set")
@@ -1328,7 +1328,7 @@ def bench_scaling(args):
     settled = [train_gpt.settle(shape | common, {}, m)[0] for shape in sizes.values()]
     if len({s["dataset"] for s in settled}) > 1:
         die("these sizes' recipes name different data: give one to all, --set dataset=NAME")
-    for shape, out in itertools.product(sizes.values(), args.variants):  # what makes no model ends it here, not hours later
+    for shape, out in itertools.product(sizes.values(), args.variants):  # invalid models end it here, not hours later
         with one_line(), torch.device("meta"):
             GPT(GPTConfig(**train_gpt.settle(shape | common | dict(attn_out=out), {}, m)[1]))
     data = load_dataset(settled[0]["dataset"], settled[0]["data_dir"])
@@ -1358,7 +1358,7 @@ def bench_scaling(args):
                 record(args, **runs[out][-1])
                 warn(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {taken:,} of {t.steps:,} steps, "
                      f"{loss:.4f} {nats(data.bytes_per_token)}")
-                del t  # or the next is made beside it
+                del t  # before the next one is made
             del first, given
         for out in args.variants:
             mine, others = at_best_rate(runs[out])[size], at_best_rate(runs[base])[size]
@@ -1395,8 +1395,8 @@ def bench_scaling(args):
 
 
 class Scorer:
-    """The part of lm_eval.api.model.LM that multiple choice needs; a request carries its strings in .args. Where there is no context, the
-    token prefix takes its place."""
+    """The part of lm_eval.api.model.LM that multiple choice needs; a request carries its strings in .args. The token self.prefix
+    stands in for an empty context."""
 
     def __init__(self, model, tokenizer, m, batch=16):
         super().__init__()
@@ -1405,8 +1405,8 @@ class Scorer:
         self.length = model.config.block_size
 
     def pair(self, context, continuation):
-        """Strings -> tokens of both. They are encoded together; spaces that end the context go to the continuation, where GPT-2's tokens
-        have them."""
+        """Strings -> tokens of both, encoded together. Spaces at the context's end go to the continuation, as GPT-2's tokens begin with
+        them."""
         n = len(context.rstrip())
         context, continuation = context[:n], context[n:] + continuation
         c = encode(self.tokenizer, context)
@@ -1479,13 +1479,13 @@ def bench_eval(args):
     except OSError as e:
         die(f"lm_eval could not load its data ({str(e).splitlines()[0]}): "
             "download it once where there is a network, or give --include_path")
-    except ValueError as e:  # of lm_eval, as a rule: one task named twice, or data of which it finds no copy
+    except ValueError as e:  # mostly lm_eval's: a task named twice, or data of which it finds no copy
         die(f"eval: {e}")
     c, size, rows = ckpt["config"], ckpt.get("settings", {}).get("size"), []
     papers = ZERO_SHOT.get(size, {}) if c["attn"] == "mha" and c["attn_out"] in OUTS[:2] else {}
     scores = {task: {key: v for key, v in sorted(values.items()) if isinstance(v, float) and "stderr" not in key}
               for task, values in (found["results"] | found.get("groups", {})).items()}
-    # A group with a score of its own hides its tasks; of what was asked for and has none (a tag, a group without a mean) show the tasks
+    # A group with a score of its own hides its tasks; if a name in --tasks has none (a tag, a group without a mean), its tasks show
     below = {t for group, children in found.get("group_subtasks", {}).items() if scores.get(group) for t in children}
     for task in args.tasks if all(scores.get(t) for t in args.tasks) else [t for t in scores if t in args.tasks or t not in below]:
         for key, value in scores[task].items():
@@ -1502,7 +1502,7 @@ def bench_eval(args):
 # -----------------------------------------------------------------------------
 # plot: figures from the records
 
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255"]  # Okabe and Ito's, for all eyes, and
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255"]  # Okabe and Ito's, for all eyes, with
 # one of Tol's in place of their yellow, which is faint on white
 PAPER = dict(marker="*", ms=12, mfc="none", ls="")
 
@@ -1585,7 +1585,7 @@ def read_logs(paths):
             rows.append(dict(name=name, made=made, hardware=hardware, run="", curve=curve))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py, or holds no evaluation yet")
-    for row in rows:  # runs of one name that were made differently say in what
+    for row in rows:  # runs of one name: add the settings that differ
         others = [other["made"] for other in rows if other["name"] == row["name"]]
         unlike = [f"{k}={v}" for k, v in row["made"].items() if any(o.get(k) != v for o in others)]
         row["title"] = ", ".join([row["name"]] + ([u for u in unlike if u.startswith("size=")] or unlike))
@@ -1598,7 +1598,7 @@ def plot_logs(plt, rows):
     rows = sorted(rows, key=lambda row: -row["curve"][-1][2])  # the legend's order is that of the curves' ends
     for i, name in enumerate(dict.fromkeys(row["title"] for row in rows)):
         for k, row in enumerate(row for row in rows if row["title"] == name):
-            minutes, _, bits = zip(*[p for p in row["curve"] if p[1]] or row["curve"])  # no start: it would squeeze the rest
+            minutes, _, bits = zip(*[p for p in row["curve"] if p[1]] or row["curve"])  # without step 0, far above the rest
             ax.plot(minutes, bits, **style(i), ms=4, lw=1, label=None if k else name)
     ax.set(xlabel="minutes in training steps", ylabel="validation, bits per byte")
     fig.legend(loc="outside right upper", fontsize=8)
@@ -1616,7 +1616,7 @@ def plot_compare(plt, rows):
     fig, axes = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
     for i, name in sorted(variants.items()):
         mine = [r for r in rows if r["index"] == i]
-        pace = np.median([r["tokens"] / r["steps"] / r["tokens_per_s"] for r in mine])  # seconds a step: medians, other work may slow some
+        pace = np.median([r["tokens"] / r["steps"] / r["tokens_per_s"] for r in mine])  # median seconds a step: other work slows some
         curves = np.array([[[step, flops, step * pace, val] for step, _, val, flops, _ in r["curve"][1:]]  # without the start
                            for r in mine])                                                     # (seeds, points, 4)
         mean, error = curves.mean(0), standard_error(curves[..., 3])
@@ -1651,7 +1651,7 @@ def plot_compare(plt, rows):
 
 def plot_scaling(plt, rows):
     "Loss against compute, log-log, each variant's fit; the paper's three sizes beside it, on their own data"
-    if not any("exponent" in r for r in rows):  # interrupted: of its last size rates or seeds can be missing
+    if not any("exponent" in r for r in rows):  # interrupted: its last size may lack rates or seeds
         rows = [r for r in rows if r["size"] != rows[-1]["size"]]
     rows = [r for r in rows if "val_loss" in r]
     if not rows:
@@ -1712,7 +1712,7 @@ def plot_heatmap(plt, rows):
 
 
 def plot_decode(plt, rows):
-    "Decoding throughput against batch, a panel for each prompt length; the fastest way of launching that was measured"
+    "Decoding throughput against batch, a panel for each prompt length, by the fastest launch mode that was measured"
     rows = [r for r in rows if "size" in r]  # SHAQ's are one number each
     for size in dict.fromkeys(r["size"] for r in rows):
         lengths = sorted({r["T"] for r in rows if r["size"] == size})
@@ -1746,9 +1746,9 @@ def main(argv=None):
         if name not in COMMANDS:
             die(none_of(name, COMMANDS))
     gpu = on_gpu(argv)
-    if "compare" in what:  # cuBLAS asks once in a process: what reproducible() needs must be there before any command runs
+    if "compare" in what:  # cuBLAS reads it once per process, so set what reproducible() needs before any command
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    for name, args in [(name, parse(name, argv, gpu)) for name in what]:  # all are parsed first: a flag that the last lacks ends this now
+    for name, args in [(name, parse(name, argv, gpu)) for name in what]:  # parse all first, so that a bad flag ends this now
         COMMANDS[name][0](args)
 
 
