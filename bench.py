@@ -1235,7 +1235,7 @@ def bench_train(args):
             ratios.append((f"{name} against {base}", paper, x, paper and x - paper, 1 / x - 1, share))
         for name in trainers if args.profile else ():
             with fits(f"{name}'s profile"):
-                # the profiler's own first allocations leave a CPU untouched memory to write to: do not count that step
+                # the profiler's own allocations leave a CPU fresh memory to write to, so its first step is not counted
                 with torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)) as p:
                     for _ in range(2):
                         trainers[name].step(len(trainers[name].tokens))
