@@ -658,7 +658,7 @@ def test_hadamard_triton_takes_what_it_can_hold():
               for kind in (torch.float32, torch.float64)]
     assert [*fused, *beside] == [kernels.triton is not None and yes for yes in (True, False, True, False, True, False)]
     said = [kernels.hadamard_path(d, device) for d, device in ((64, "cpu"), (64, "cuda:1"), (2**17, "cuda"))]  # for the log
-    assert said == ["PyTorch, two small dense factors", *(("Triton kernel", "PyTorch, as the Triton kernel has no plan for this width")
+    assert said == ["PyTorch, small dense factors", *(("Triton kernel", "PyTorch, as the Triton kernel has no plan for this width")
                                                           if kernels.triton else ["PyTorch, as Triton is not installed"] * 2)]
     for device in ("cpu", "cuda"):  # a path was named that hadamard_affine refuses, or the answer was a TypeError
         refuses(lambda: kernels.hadamard_path(7, device), "order d=7", "are 4 and 8")
