@@ -834,7 +834,8 @@ ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200's thre
 
 def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual="", **flags):
     """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "dots forward", "dots pre"
-    or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d, "rope backward"; flags: the kernel's;
+    or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d, "rope backward" and "one query" (of so many
+    programs; instructions an element of k and v, of one round); flags: the kernel's;
     residual: "fp32" beside rows of 16 bits. -> registers and bytes of stack a thread, bytes of shared memory; ops: the opcodes with their
     modifiers, in order; each and loop: instructions an element in all and in the longest loop (0 if none); far: how many addresses, or tensors
     of them, have 64-bit offsets; plan. Not for a process with TRITON_INTERPRET=1."""
@@ -863,6 +864,10 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
     elif kind == "rope backward":
         fn, warps, plan = kernels._rope_backward_kernel, 4, kernels._rope_tile(n_head, d) | flags
         elements = plan["R"] * plan["U"] * d
+    elif kind == "one query":
+        fn, (plan, warps) = kernels._one_query_kernel, kernels._one_query_plan(n_head, d, d)
+        plan |= flags
+        elements = plan["N"] * 2 * d
     else:
         plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind)
         plan = plan | dict(RMS=False) | flags

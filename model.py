@@ -36,8 +36,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (_check_devices, _check_order, _once, _reverse_mode_only, _split_order, hadamard_affine, hadamard_affine_norm, hadamard_matrix,
-                     hadamard_norm_is_fused, qrnn_pool, rope_backward, triton)
+from kernels import (_check_devices, _check_order, _once, _reverse_mode_only, _split_order, hadamard_affine, hadamard_affine_norm,
+                     hadamard_matrix, hadamard_norm_is_fused, one_query_attention, qrnn_pool, rope_backward, triton)
 
 # -----------------------------------------------------------------------------
 # GPT: settings
@@ -304,6 +304,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     #    values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
     # 2. PyTorch's fused operator, for heads up to 256. On a CPU, for T > 1, any width, but v as wide as q, and no gradients or dropout:
     #    forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.5 to 1.7 at T = 256, 0.9 at 1024.
+    #    On a GPU one query without gradients, as in decoding, takes the kernel of kernels.py instead.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block with dropout.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
     if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
@@ -323,6 +324,9 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         # with and without gradients alike: reentrant checkpointing runs forward once in each way
         seed = torch.randint(2**40, (), device="cpu") if dropout and not (keep and q.is_cuda) else None
         return blocked_attention(*flat, seed, dropout, keep and torch.is_grad_enabled())[0].unflatten(0, q.shape[:2])
+    if flash and T == 1 and q.is_cuda and not dropout and not torch.is_grad_enabled():
+        _reverse_mode_only("attention")
+        return one_query_attention(*(t.to(product_dtype(t)) for t in (q, k, v)), mask)
     if flash:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # compiled, T > 1 is no bool
     scores = q @ k.mT * q.size(-1) ** -0.5  # (B, h, T, S). For T = 1, too: a fused kernel would have one multiprocessor read all of k and v

@@ -637,12 +637,13 @@ def test_operators_without_triton_where_it_is_turned_off(monkeypatch, request):
     request.addfinalizer(kernels._plan.cache_clear)
     kernels._plan.cache_clear()  # as right after the import
     assert paths() == ("PyTorch, as Triton is not installed", False, False, 2)
-    for name in ("_transform_triton", "_fo_forward_triton", "_fo_backward_triton", "_rope_backward_triton"):
+    for name in ("_transform_triton", "_fo_forward_triton", "_fo_backward_triton", "_rope_backward_triton", "_one_query_triton"):
         monkeypatch.setattr(kernels, name, None)
     kernels._hadamard._init_fn(x, None, None, None, 1.0, 1, False)
     h, _, edges = kernels._fo_op._init_fn([gates], None)
     kernels._fo_backward_op._init_fn([gates], edges, torch.ones(h.shape), None)
     kernels.rope_backward._init_fn([torch.randn(1, 2, 4, 8).as_subclass(Cuda)] * 3, *model_py.rope_table(4, 8))
+    kernels.one_query_attention._init_fn(*[torch.randn(1, 2, 1, 8).as_subclass(Cuda)] * 3, None)
 
 
 def test_hadamard_triton_takes_what_it_can_hold():
@@ -681,7 +682,7 @@ def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypa
     top, bottom = text.split(rule + "# fo-pooling:")
     table = (HERE / "README.md").read_text(encoding="utf-8").split("| what | lines |")[1].split("\n\n")[0]
     assert {text.count(rule + comment) for comment in re.findall("`(# [^`]+)`", table)} == {1}  # where to cut
-    head, pool = "import math\nimport torch\nimport torch.nn.functional as F\n", top.split(rule)[0] + "#" + bottom
+    pool = top.split(rule)[0] + "#" + bottom
 
     def of_model(name):
         start = model.index(f"\n{name}") + 1
@@ -689,8 +690,8 @@ def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypa
 
     source = dict(matrix=top.split(rule + "# PyTorch path.")[0], transform=top, pool=pool,
                   rope=top.split(rule)[0] + "#" + bottom.split(rule + "# Rotary positions backward")[1],
-                  attention=(attention := head + top[top.index("def _check_devices("):top.index("# ---")]
-                             + model[model.index("def product_dtype("):model.index("def up_to(")]),
+                  attention=(attention := "import torch.nn.functional as F\n" + top.split(rule)[0] + "#" + bottom.split(
+                                 rule + "# Attention of one query")[1] + model[model.index("def product_dtype("):model.index("def up_to(")]),
                   loss="import contextlib\nimport torch\n" + "".join(map(of_model, ("def product_dtype", "HEAD_LOGITS", "class HeadLoss"))),
                   memory="from collections import namedtuple\nfrom torch import nn\n" + attention + "".join(map(of_model, (
                       "def up_to(", "class Dropout", "def last(", "Ring", "class MemoryAttention"))),
@@ -1296,6 +1297,59 @@ def test_rope_backward_kernel_turns_back_and_takes_any_strides(dtype, tol, insid
         exact += [g.transpose(1, 2).double() for g in grads[2:]]
         assert B == 0 or error(out, torch.stack(exact, 2)) < tol
         assert torch.equal(out[:, :, 2:], torch.stack(exact[2:], 2).to(dtype))
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-6), (torch.float16, 3e-4), (torch.bfloat16, 4e-3)])
+def test_one_query_kernel_is_masked_attention_and_reads_only_what_it_may(dtype, tol, inside, monkeypatch):
+    device = GPU if torch.cuda.is_available() else "cpu"
+    where = lambda *shape: torch.randn(*shape, device=device).to(dtype)
+    for B, h, S, w, u, seen in ((2, 3, 37, 64, 64, 30), (1, 2, 5, 40, 80, None), (1, 1, 1, 8, 8, 1), (1, 2, 300, 96, 96, 271),
+                                (1, 1, 40, 256, 256, None), (0, 2, 3, 4, 4, 2), (3, 5, 50, 64, 32, 35)):
+        if S == 50:  # as for many sequences, in one warp
+            monkeypatch.setattr(kernels, "_one_query_plan", lambda programs, *widths, plan=kernels._one_query_plan: plan(4096, *widths))
+        cache, scale = where(B, h, S + 9, w + u), 8 * torch.ones((), device=device, dtype=dtype)
+        q, k, v = scale * where(B, 1, h, w).transpose(1, 2), cache[:, :, :S, :w], cache[:, :, :S, w:]
+        mask = None if seen is None else torch.where(torch.arange(S, device=device) < seen, 0.0, -math.inf).to(dtype)[None]
+        if seen:
+            cache[:, :, seen:] = math.nan
+        if S == 37:
+            mask[0, 3], k[:, :, 3], mask[0, 5] = -math.inf, math.nan, -0.5  # any mask does
+        there = slice(seen) if S != 37 else [n for n in range(seen) if n != 3]
+        exact = (q.double() @ k[:, :, there].double().mT * w ** -0.5 + (0 if mask is None else mask[:, there].double())).softmax(-1)
+        out = torch.full((B, h, 1, u), math.nan, device=device, dtype=dtype)
+        kernels._one_query_triton(q, k, v, mask, out)
+        assert B == 0 or error(out, exact @ v[:, :, there].double()) < tol
+    k, v = where(2, 2, 9, 8), where(2, 2, 9, 8)
+    k[1, 0, 4], v[0, 1, 2] = math.nan, math.inf
+    kernels._one_query_triton(where(2, 2, 1, 8), k, v, None, out := torch.zeros(2, 2, 1, 8, device=device, dtype=dtype))
+    assert (~out.isfinite()).all(-1)[:, :, 0].tolist() == [[False, True], [True, False]]  # as in plain attention, and only there
+
+
+def test_attention_of_one_query_takes_its_kernel_on_a_gpu_without_gradients():
+    q, k, mask, calls = torch.randn(2, 3, 1, 8), torch.randn(2, 3, 5, 8), model_py.up_to(torch.tensor([3]), 5, torch.float32), []
+    op = unittest.mock.patch.object(model_py, "one_query_attention", lambda *a: calls.append(a) or kernels.one_query_attention(*a))
+    there = [t.as_subclass(Cuda) for t in (q, k)]
+    with op, unittest.mock.patch.object(kernels, "_one_query_triton", lambda q, k, v, mask, out: out.fill_(7), create=True):
+        q_there, k_there = there
+        attention(q_there, k_there, k_there, mask=mask)  # the kernel has no gradient
+        with torch.no_grad():
+            attention(q, k, k, mask=mask), attention(q_there, k_there, k_there, dropout=0.5)
+            attention(*(F.pad(t, (0, 300)) for t in (q_there, k_there, k_there)))
+            assert not calls
+            attention(q_there, k_there, k_there, mask=mask)
+            with torch.autocast("cpu", torch.bfloat16):
+                attention(q_there, k_there, k_there)
+            (*first, given), (*second, none) = calls
+            assert given is mask and none is None and {t.dtype for t in first} == {torch.float32} and {t.dtype for t in second} == {torch.bfloat16}
+            with torch.autograd.forward_ad.dual_level():
+                refuses(lambda: attention(q_there, k_there, k_there), "reverse mode only", kind=NotImplementedError)
+        run, wide = kernels.one_query_attention._init_fn, [F.pad(t, (0, 249)) for t in there]
+        with unittest.mock.patch.object(kernels, "triton", kernels.triton or object()):
+            assert (run(q_there, k_there, k_there, mask) == 7).all() and (run(q_there.half(), *[k_there.half()] * 2, None) == 7).all()
+            for a, b in (wide, [t.double() for t in there], (q, k)):  # too wide for a program; fp64; not on a GPU
+                assert error(run(a, b, b, None), attention(*(t.as_subclass(torch.Tensor) for t in (a, b, b)))) < 1e-6
+    torch.library.opcheck(kernels.one_query_attention, (q, k, k, mask), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_gpt_sees_no_later_token_and_rope_only_distances():
@@ -6474,7 +6528,9 @@ POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((136, "poo
                                        (80, "fp32", "SEGMENTED"))]
 ROPE_CODE = [(0, "rope backward", sm, "bf16", *shape) for sm, shape in ((90, (64, 12)), (80, (96, 16)), (100, (64, 12)))]
 WIDE_CODE = (0, "grads", 86, "fp32", 16384, 128, False, "")  # for a card with little shared memory
-CODE = dict(hadamard=[*HADAMARD_CODE, WIDE_CODE], fopool=POOL_CODE, rope=ROPE_CODE)
+ONE_QUERY_CODE = [(most, "one query", sm, dtype, d, programs) for most, sm, dtype, d, programs in (
+    (6, 90, "bf16", 64, 24576), (8, 80, "fp16", 96, 24576), (6, 100, "bf16", 128, 24576), (7, 90, "bf16", 64, 12), (7, 90, "fp32", 64, 24576))]
+CODE = dict(hadamard=[*HADAMARD_CODE, WIDE_CODE], fopool=POOL_CODE, rope=ROPE_CODE, one_query=ONE_QUERY_CODE)
 
 
 def compile_in(pool, case):
@@ -6485,7 +6541,7 @@ def compile_in(pool, case):
 def compiled(request, tmp_path_factory):
     "{case: code_of it, to come}: a process compiles what the selected tests want from the start, beside the others, which take one core"
     names, before = str([item.name for item in request.session.items]), os.environ.copy()
-    cases = [case for code in ("fopool", "hadamard", "rope") if f"{code}_machine_code" in names for case in CODE[code]]
+    cases = [case for code in ("fopool", "hadamard", "rope", "one_query") if f"{code}_machine_code" in names for case in CODE[code]]
     if kernels.triton is None or not cases:
         yield
         return
@@ -6574,6 +6630,17 @@ def test_rope_machine_code_moves_16_bytes_a_thread_and_shares_none(compiled):
         assert len(memory) == 2 * code.plan["U"] + 2 and all(".128" in op for op in memory), memory  # cos and sin for all heads at once
         assert code.far >= 14  # with 32-bit products of strides 10
         assert code.registers <= 64 and code.stack == code.shared == 0 and code.each < 24
+
+
+@needs_triton
+def test_one_query_machine_code_loads_16_bytes_and_spills_nothing(compiled):
+    for what in ONE_QUERY_CODE:
+        code, (most, _, _, dtype, d, programs) = compiled[what].result(), what
+        print(what, f"{code.each:.1f} instructions an element, {code.loop:.1f} in the loop, {code.registers} registers, {code.shared} shared")
+        pieces = code.plan["N"] * code.plan["W"] * (4 if dtype == "fp32" else 2) // 512 // (8 if programs == 12 else 1)  # of k, as many of v
+        assert sum(op.startswith("LDG") and ".128" in op for op in code.ops) >= 2 * pieces
+        assert code.stack == 0 and code.registers <= (102 if dtype == "fp32" else 80)  # 20 and 25 warps a multiprocessor
+        assert 0 < code.loop < most and code.shared <= 1024 and code.far >= 6  # 64-bit offsets
 
 
 # -----------------------------------------------------------------------------
