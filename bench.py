@@ -191,19 +191,17 @@ def fits(what):
         warn(f"note: no rows for {what}: {str(e).splitlines()[0]}")
 
 
-def table(args, title, head, rows):
-    """Print a Markdown table, with hardware and date in its caption. head: each column's name, followed in braces by its cells' format. None
-    is printed as a dash; a column of only None is left out"""
+def table(args, title, rows):
+    """Print a Markdown table, with hardware and date in its caption. rows: each {column: cell}, or pairs if two columns have one name. The
+    name can end in the cells' format, in braces. None is printed as a dash; a column of only None is left out"""
     columns = []
-    for name, *cells in zip(head, *rows):
-        name, _, form = name.partition(" {")
-        if set(cells) != {None}:
-            columns.append([name, *("–" if v is None else ("{" + (form or "}")).format(v) for v in cells)])
-    head, *rows = zip(*columns)
+    for pairs in zip(*(row.items() if isinstance(row, dict) else row for row in rows)):
+        name, _, form = pairs[0][0].partition(" {")
+        if any(v is not None for _, v in pairs):
+            columns.append([name, *("–" if v is None else ("{" + (form or "}")).format(v) for _, v in pairs)])
     print(f"\n**{title}** ({args.hardware}, {args.run[:10]})\n")
-    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
+    for i, cells in enumerate(zip(*columns)):
+        print("| " + " | ".join(cells) + " |" + ("\n|" + "---|" * len(cells)) * (i == 0))
     sys.stdout.flush()
 
 
@@ -364,7 +362,8 @@ def bench_params(args):
     def add(name, paper, n):
         exact = isinstance(paper, int)
         value = paper if exact else float(paper[:-1]) * {"M": 1e6, "B": 1e9}[paper[-1]]  # '-7.1M' -> -7.1e6
-        rows.append((name, f"{paper:,}" if exact else paper, n, f"{n - paper:+,}" if exact else f"{(n - value) / 1e6:+.2f}M"))
+        rows.append({"model": name, "paper": f"{paper:,}" if exact else paper, "measured {:,}": n,
+                     "difference": f"{n - paper:+,}" if exact else f"{(n - value) / 1e6:+.2f}M"})
         record(args, name=name, paper=value, measured=n)
 
     for size, paper in MILLIONS.items():
@@ -380,7 +379,7 @@ def bench_params(args):
         add(preset, paper, n)
         if preset == "sharnn":
             add(f"sharnn with the {SHARNN_DEAD:,} parameters of the published code that nothing reads", SHARNN_PUBLISHED, n + SHARNN_DEAD)
-    table(args, "Parameters", ["model", "paper", "measured {:,}", "difference"], rows)
+    table(args, "Parameters", rows)
 
 
 # -----------------------------------------------------------------------------
@@ -625,14 +624,15 @@ def bench_compare(args):
     rows = []
     for i, mine in enumerate(runs):
         r, loss, base = mine[0], [r["val_loss"] for r in mine], [r["val_loss"] for r in runs[0]]
-        rows.append((f"`{texts[i] or 'default'}`", r["params"], r["steps"],
-                     r["paper"] and (f"{r['paper']} bpc" if kind == "shaq" else f"ppl {r['paper']}"), np.mean(loss),
-                     np.mean([r["bits_per_byte"] for r in mine]), "baseline" if i == 0 else with_error(*paired(loss, base)),
-                     np.median([r["tokens_per_s"] for r in mine]), r["peak_mib"] and max(r["peak_mib"] for r in mine)))
+        rows.append({
+            "variant": f"`{texts[i] or 'default'}`", "parameters {:,}": r["params"], "steps {:,}": r["steps"],
+            "paper, its data and size": r["paper"] and (f"{r['paper']} bpc" if kind == "shaq" else f"ppl {r['paper']}"),
+            "validation loss, nats {:.4f}": np.mean(loss), "bits per byte {:.4f}": np.mean([r["bits_per_byte"] for r in mine]),
+            "difference ± standard error": "baseline" if i == 0 else with_error(*paired(loss, base)),
+            "tokens/s {:,.0f}": np.median([r["tokens_per_s"] for r in mine]),
+            "peak MiB {:,.0f}": r["peak_mib"] and max(r["peak_mib"] for r in mine)})
     table(args, f"Equal {args.equal}, {args.seeds} seed{'s' * (args.seeds > 1)}, {data.name}, "
-          f"{'compiled' if args.compile else 'not compiled'}{', sums in a fixed order, which takes time' * args.gpu}",
-          ["variant", "parameters {:,}", "steps {:,}", "paper, its data and size", "validation loss, nats {:.4f}", "bits per byte {:.4f}",
-           "difference ± standard error", "tokens/s {:,.0f}", "peak MiB {:,.0f}"], rows)
+          f"{'compiled' if args.compile else 'not compiled'}{', sums in a fixed order, which takes time' * args.gpu}", rows)
 
 
 # -----------------------------------------------------------------------------
@@ -695,7 +695,8 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
     def share(elements, seconds):
         return elements / floors["copy"][0] * median[0]["copy"] / seconds if elements and seconds > 0 else None
 
-    rows = []
+    rows, rate, speedup = [], "share of a copy's rate {:.2f}", f"times as fast as {compare_with} {{:.2f}}"
+    head = "", "forward, ms", rate, speedup, "forward + backward, ms", rate, f"backward alone, {rate}", speedup
     for name in forward:
         row = [name]
         for i in range(2):
@@ -710,10 +711,8 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
             if name == "copy":
                 row[0] = f"copy, {2 * copy[0].nbytes / took / 1e9:,.0f} GB/s"
             record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), **found, **fields)
-        rows.append(row)
-    rate, speedup = "share of a copy's rate {:.2f}", f"times as fast as {compare_with} {{:.2f}}"
-    table(args, title + ", by CUDA graphs but for LSTM and loop" * args.gpu,
-          ["", "forward, ms", rate, speedup, "forward + backward, ms", rate, f"backward alone, {rate}", speedup], rows)
+        rows.append(zip(head, row))
+    table(args, title + ", by CUDA graphs but for LSTM and loop" * args.gpu, rows)
 
 
 def affine_rows(args, m, d):
@@ -958,10 +957,10 @@ def bench_code(args):
             if dots or kernels._plan(d, HEADS[d], only, 8 * size, kind):
                 jobs[kind, only, d] = pool.submit(code_of, f"dots {kind}" if dots else kind, args.sm, dtype, d, HEADS[d], only)
         for name, kind, only, moved, of_loop in kinds:
-            row = [name, moved * size, round(moved * size * ISSUE)]
+            row = {"kernel": name, "bytes an element": moved * size, "an H200's budget": round(moved * size * ISSUE)}
             for d in args.widths:
                 if (kind, only, d) not in jobs:
-                    row.append("" if "pool" in kind else "–")  # –: in two launches, the rows below
+                    row[str(d)] = "" if "pool" in kind else "–"  # –: in two launches, the rows below
                     continue
                 try:
                     c = jobs[kind, only, d].result()
@@ -969,11 +968,11 @@ def bench_code(args):
                     die(f"Triton could not compile {name} for sm_{args.sm} ({(str(e).strip() or type(e).__name__).splitlines()[0]})")
                 done += 1
                 progress(done, len(jobs), began, "compiling", unit="kernels", scale=1)
-                row.append(f"{c.loop if of_loop else c.each:.1f}" + f", {c.stack} bytes spilled" * (c.stack > 0))
+                row[str(d)] = f"{c.loop if of_loop else c.each:.1f}" + f", {c.stack} bytes spilled" * (c.stack > 0)
                 record(args, kernel=kind, heads_only=only, d=None if "pool" in kind else d, sm=args.sm, dtype=dtype, each=c.each,
                        loop=c.loop, registers=c.registers, stack=c.stack, shared=c.shared)
             rows.append(row)
-    table(args, "Instructions an element", ["kernel", "bytes an element", "an H200's budget", *map(str, args.widths)], rows)
+    table(args, "Instructions an element", rows)
 
 
 # -----------------------------------------------------------------------------
@@ -1008,8 +1007,11 @@ def gains(t):
             for k in t}
 
 
-def gain_cells(variant, gain, gain_error, share):
-    return (None if variant == "dense" else with_error(gain, gain_error, "+.1%")), share
+def gain_columns(variant, papers, gain, gain_error, share):
+    "papers: its tokens/s of dense and hadamard, {} if it has none"
+    return {"paper's gain {:+.1%}": papers["hadamard"] / papers["dense"] - 1 if papers and variant == "hadamard" else None,
+            "gain ± standard error": None if variant == "dense" else with_error(gain, gain_error, "+.1%"),
+            "share of identity's gain {:.2f}": share}
 
 
 def speed_flags(gpu, batch, T):
@@ -1057,17 +1059,18 @@ def bench_prefill(args):
         for out, v in t.items():
             ms, rate = v.mean() * 1e3, B * T / v.mean()
             paper_ms, paper_rate, paper_mb = papers.get(out, (None, None, None))
-            paper_gain = paper_rate / papers["dense"][1] - 1 if paper_rate and out == "hadamard" else None
-            rows.append((size, f"{B} x {T}", "compiled" if compiled else "eager", out, paper_ms, f"{ms:.3f} ± {deviation(v) * 1e3:.3f}",
-                         paper_ms and ms - paper_ms, rate, paper_rate, paper_gain, *gain_cells(out, **gain[out]), paper_mb, peak[out]))
+            rows.append({
+                "size": size, "batch x T": f"{B} x {T}", "mode": "compiled" if compiled else "eager", "variant": out,
+                "paper (H100), ms": paper_ms, "measured, ms": f"{ms:.3f} ± {deviation(v) * 1e3:.3f}",
+                "difference {:+.2f} ms": paper_ms and ms - paper_ms, "tokens/s {:,.0f}": rate,
+                "paper, tokens/s (at odds with its ms) {:,}": paper_rate,
+                **gain_columns(out, {k: rate for k, (_, rate, _) in papers.items()}, **gain[out]),
+                "paper, MB {:,}": paper_mb, "peak MiB {:,.0f}": peak[out]})
             record(args, size=size, batch=B, T=T, compiled=compiled, variant=out, seconds=v.tolist(), tokens_per_s=rate,
                    peak_mib=peak[out], **gain[out])
         return rows
 
-    rows = cases(args, m, measure)
-    table(args, "Prefill", ["size", "batch x T", "mode", "variant", "paper (H100), ms", "measured, ms", "difference {:+.2f} ms",
-                            "tokens/s {:,.0f}", "paper, tokens/s (at odds with its ms) {:,}", "paper's gain {:+.1%}",
-                            "gain ± standard error", "share of identity's gain {:.2f}", "paper, MB {:,}", "peak MiB {:,.0f}"], rows)
+    table(args, "Prefill", cases(args, m, measure))
 
 
 @command(lambda gpu: (
@@ -1119,19 +1122,17 @@ def bench_decode(args):
             for out, v in t.items():
                 step, paper_rate = v.mean(), papers.get(out)
                 rate, floor = B / step, (sum(q.nbytes for q in models[out].parameters()) + kv) / copy
-                paper_gain = paper_rate / papers["dense"] - 1 if paper_rate and out == "hadamard" else None
-                rows.append((size, f"{B} x {T} + {n}", f"{'compiled, ' if compiled else ''}{mode}", out, paper_rate, rate,
-                             paper_rate and rate / paper_rate, t_first[out].mean() * 1e3, f"{step * 1e3:.3f} ± {deviation(v) * 1e3:.3f}",
-                             floor * 1e3, floor / step, paper_gain, *gain_cells(out, **gain[out]), peak[out]))
+                rows.append({
+                    "size": size, "batch x prompt + new": f"{B} x {T} + {n}", "mode": f"{'compiled, ' if compiled else ''}{mode}",
+                    "variant": out, "paper, tokens/s {:,}": paper_rate, "tokens/s {:,.0f}": rate,
+                    "difference {:.2f} times": paper_rate and rate / paper_rate, "first token, ms {:.3f}": t_first[out].mean() * 1e3,
+                    "then ms a step": f"{step * 1e3:.3f} ± {deviation(v) * 1e3:.3f}", "floor of bytes, ms {:.3f}": floor * 1e3,
+                    "floor / measured {:.2f}": floor / step, **gain_columns(out, papers, **gain[out]), "peak MiB {:,.0f}": peak[out]})
                 record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(),
                        tokens_per_s=rate, seconds_first=t_first[out].tolist(), floor=floor, peak_mib=peak[out], **gain[out])
         return rows
 
-    rows = cases(args, m, measure)
-    table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", [
-        "size", "batch x prompt + new", "mode", "variant", "paper, tokens/s {:,}", "tokens/s {:,.0f}", "difference {:.2f} times",
-        "first token, ms {:.3f}", "then ms a step", "floor of bytes, ms {:.3f}", "floor / measured {:.2f}", "paper's gain {:+.1%}",
-        "gain ± standard error", "share of identity's gain {:.2f}", "peak MiB {:,.0f}"], rows)
+    table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", cases(args, m, measure))
     generate_rows(args, m, copy)
 
 
@@ -1157,11 +1158,11 @@ def generate_rows(args, m, copy):
         c, s = model.config, np.median(t[preset])
         memory = len(c.attn_layers) * min(dict(full=c.mem_len, mean=1 + c.mean_window, none=0)[c.memory], n) * c.n_embd
         floor = (sum(p.nbytes for p in model.parameters()) + memory * m.dtype.itemsize) / copy
-        rows.append((preset, spread(t[preset]), 1 / s, floor * 1e3, floor / s))
+        rows.append({"preset": preset, "ms a byte": spread(t[preset]), "bytes/s {:,.0f}": 1 / s, "floor of bytes, ms {:.3f}": floor * 1e3,
+                     "floor / measured {:.2f}": floor / s})
         record(args, preset=preset, seconds_a_byte=t[preset].tolist(), floor=floor)
     table(args, f"SHAQ, one byte at a time, {model.config.n_embd} wide behind {n} bytes, "
-          f"{'each a CUDA graph' if args.gpu else 'not compiled'}",
-          ["preset", "ms a byte", "bytes/s {:,.0f}", "floor of bytes, ms {:.3f}", "floor / measured {:.2f}"], rows)
+          f"{'each a CUDA graph' if args.gpu else 'not compiled'}", rows)
 
 
 # -----------------------------------------------------------------------------
@@ -1227,7 +1228,9 @@ def bench_train(args):
             paper = papers.get(name) if kind == "shaq" and t.model.config.n_embd == SHAQConfig.n_embd else None
             # SHAQ's windows vary in length, but step i's is the same in all variants
             rates[name] = rate = tokens / (np.median(s) if kind == "gpt" else s.mean())
-            rows.append((name, t.params, tokens, spread(s), paper, rate, paper and rate / paper, rate * t.flops / peak, memory[name]))
+            rows.append({"model": name, "parameters {:,}": t.params, "tokens a step {:,.0f}": tokens, "ms": spread(s),
+                         "paper (V100), tokens/s {:,.0f}": paper, "tokens/s {:,.0f}": rate, "difference {:.2f} times": paper and rate / paper,
+                         "MFU {:.1%}": rate * t.flops / peak, "peak MiB {:,.0f}": memory[name]})
             record(args, model=kind, variant=name, seconds=s.tolist(), tokens=tokens, tokens_per_s=rate, mfu=rate * t.flops / peak,
                    peak_mib=memory[name], params=t.params, compiled=args.compile)
         base, *others = rates
@@ -1237,7 +1240,9 @@ def bench_train(args):
             paper = papers[name] / papers[base] if name in papers and base in papers else None
             x = rates[name] / rates[base]
             share = gain.get(name.rpartition(", ")[2], {}).get("share")
-            ratios.append((f"{name} against {base}", paper, x, paper and x - paper, 1 / x - 1, share))
+            ratios.append({"": f"{name} against {base}", "paper, times as fast {:.2f}": paper, "measured {:.2f}": x,
+                           "difference {:+.2f}": paper and x - paper, "time a token {:+.1%}": 1 / x - 1,
+                           "share of identity's gain {:.2f}": share})
         for name in trainers if args.profile else ():
             with fits(f"{name}'s profile"):
                 # the profiler's own allocations leave a CPU fresh memory to write to, so its first step is not counted
@@ -1253,17 +1258,14 @@ def bench_train(args):
     for kind, vocabulary, variants in groups:
         with fits(", ".join(variants)):
             measure(kind, vocabulary, variants)
-    table(args, f"Training steps, {'compiled' if args.compile else 'eager'}; MFU against {peak / 1e12:.3g} TFLOP/s, {source}", [
-        "model", "parameters {:,}", "tokens a step {:,.0f}", "ms", "paper (V100), tokens/s {:,.0f}", "tokens/s {:,.0f}",
-        "difference {:.2f} times", "MFU {:.1%}", "peak MiB {:,.0f}"], rows)
+    table(args, f"Training steps, {'compiled' if args.compile else 'eager'}; MFU against {peak / 1e12:.3g} TFLOP/s, {source}", rows)
     if ratios:
-        table(args, "Speed ratios of the same run", ["", "paper, times as fast {:.2f}", "measured {:.2f}", "difference {:+.2f}",
-                                                     "time a token {:+.1%}", "share of identity's gain {:.2f}"], ratios)
+        table(args, "Speed ratios of the same run", ratios)
     if profiles:
         most = {op: max(p.get(op, 0) for p in profiles.values()) for p in profiles.values() for op in p}
         most = sorted((op for op in most if most[op] > 0.02), key=most.get, reverse=True)
-        table(args, f"Where a step's time goes: {'kernels' if args.gpu else 'operators, without what they call'}", ["", *profiles],
-              [(op, *(f"{p.get(op, 0):.1%}" for p in profiles.values())) for op in most])
+        table(args, f"Where a step's time goes: {'kernels' if args.gpu else 'operators, without what they call'}",
+              [{"": op} | {f"{name} {{:.1%}}": p.get(op, 0) for name, p in profiles.items()} for op in most])
 
 
 # -----------------------------------------------------------------------------
@@ -1374,12 +1376,13 @@ def bench_scaling(args):
                 warn(f"note: {size} {out} is best at lr {best:g}, at an end of those that were tried: give --lr more there")
             ours, paper = np.mean(loss), papers[out]
             by = math.exp(ours) - paper if paper and data.tokenizer == "gpt2" else None  # the paper's is per token of GPT-2's
-            rows.append((size, out, mine[0]["compute"], best, paper, math.exp(ours), by, ours,
-                         None if out == base else with_error(*paired(loss, [r["val_loss"] for r in others]))))
+            rows.append({
+                "size": size, "variant": out, "FLOPs {:.3g}": mine[0]["compute"], "best learning rate {:g}": best,
+                "paper's perplexity {:.2f}": paper, "perplexity {:.2f}": math.exp(ours), "difference {:+.2f}": by,
+                f"loss, {nats(data.bytes_per_token)} {{:.4f}}": ours,
+                f"against {base}": None if out == base else with_error(*paired(loss, [r["val_loss"] for r in others]))})
     table(args, f"Runs of equal FLOPs, {args.tokens_per_param:g} tokens per parameter of {base}, {data.name}, "
-          f"{args.seeds} seed{'s' * (args.seeds > 1)}",
-          ["size", "variant", "FLOPs {:.3g}", "best learning rate {:g}", "paper's perplexity {:.2f}", "perplexity {:.2f}",
-           "difference {:+.2f}", f"loss, {nats(data.bytes_per_token)} {{:.4f}}", f"against {base}"], rows)
+          f"{args.seeds} seed{'s' * (args.seeds > 1)}", rows)
     rows, slopes = [], {}
     for out in args.variants:
         best = at_best_rate(runs[out])
@@ -1387,12 +1390,12 @@ def bench_scaling(args):
         s, error, _ = slope(*loss_against_compute(best))
         over_seeds = standard_error(slopes[out])
         paper = slope(*zip(*paper_points(out)))[0] if out in OUTS[:2] else None
-        rows.append((out, paper, s, paper and s - paper, error, over_seeds,
-                     None if out == base else with_error(*paired(slopes[out], slopes[base]))))
+        rows.append({
+            "variant": out, "paper {:.4f}": paper, "measured {:.4f}": s, "difference {:+.4f}": paper and s - paper,
+            "standard error of the fit {:.4f}": error, "over seeds {:.4f}": over_seeds,
+            f"against {base}, over seeds": None if out == base else with_error(*paired(slopes[out], slopes[base]))})
         record(args, variant=out, exponent=s, error=error, over_seeds=over_seeds, sizes=list(sizes))
-    table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities and 6 N D, on other data", [
-        "variant", "paper {:.4f}", "measured {:.4f}", "difference {:+.4f}", "standard error of the fit {:.4f}", "over seeds {:.4f}",
-        f"against {base}, over seeds"], rows)
+    table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities and 6 N D, on other data", rows)
 
 
 # -----------------------------------------------------------------------------
@@ -1497,11 +1500,11 @@ def bench_eval(args):
             metric = key.removesuffix(",none")
             paper = papers[task][OUTS.index(c["attn_out"])] if task in papers and metric.startswith("acc") else None
             n = found.get("n-samples", {}).get(task, {}).get("effective")
-            rows.append((task, metric, n, paper, f"{100 * value:.1f}" if metric.startswith("acc") else f"{value:.4f}",
-                         paper and 100 * value - paper))
+            rows.append({"task": task, "metric": metric, "questions": n, "paper, %": paper,
+                         "measured": f"{100 * value:.1f}" if metric.startswith("acc") else f"{value:.4f}",
+                         "difference {:+.1f}": paper and 100 * value - paper})
             record(args, ckpt=args.ckpt, size=size, variant=c["attn_out"], task=task, metric=metric, value=value, n=n)
-    table(args, f"Zero-shot, {args.ckpt}; the paper's percentages are of its own training runs",
-          ["task", "metric", "questions", "paper, %", "measured", "difference {:+.1f}"], rows)
+    table(args, f"Zero-shot, {args.ckpt}; the paper's percentages are of its own training runs", rows)
 
 
 # -----------------------------------------------------------------------------
