@@ -408,20 +408,21 @@ class Trainer:
     def __init__(self, kind, typed, data, m, seed, given=None, compiled=False):
         self.kind, self.data, self.m, self.seed, self.tokens = kind, data, m, seed, []  # tokens: of each step that was taken
         self.peak = Peak(m)
-        self.s, c = SCRIPT[kind].settle(typed | dict(seed=seed), {}, m)
+        self.s, c = SCRIPT[kind].settle(typed | dict(seed=seed, compile=compiled), {}, m)
         s = self.s
-        self.model, self.optimizer = SCRIPT[kind].build(s, c, data, m)
+        self.model, self.optimizer = model, optimizer = SCRIPT[kind].build(s, c, data, m)
         if given:
-            share(self.model, given)
-        self.params = sum(p.numel() for p in self.model.parameters())
+            share(model, given)
+        self.params = sum(p.numel() for p in model.parameters())
         if kind == "gpt":
-            self.T = self.model.config.block_size
+            self.T = model.config.block_size
             self.B, extra = divmod(s["batch_tokens"], self.T)
             if extra:
                 die(f"batch_tokens={s['batch_tokens']} is no multiple of block_size={self.T}")
             self.micro = max(i for i in range(1, min(s["micro_batch"], self.B) + 1) if self.B % i == 0)
             self.windows = train_gpt.Windows(data.train, self.T, self.B, seed, m.device)
             self.step_tokens = self.B * self.T
+            self.update = train_gpt.stepper(model, optimizer, s, m, self.B // self.micro)
         else:
             self.T, self.B = s["bptt"], s["batch"]
             self.length, self.at, self.state = (len(data.train) - 1) // self.B, 0, None
@@ -431,10 +432,10 @@ class Trainer:
             self.step_tokens = self.B * window
             if s.get("max_steps") is None:
                 s["max_steps"] = math.ceil(s["epochs"] * (self.length / window + 0.5))
-        self.flops, s["compile"] = self.model.flops_per_token(self.T), compiled
-        self.update = SCRIPT[kind].stepper(self.model, self.optimizer, s, m, *([self.B // self.micro] if kind == "gpt" else []))
+            self.update = train_shaq.stepper(model, optimizer, s, m)
+        self.flops = model.flops_per_token(self.T)
         if compiled:
-            self.model.compile(dynamic=kind == "shaq")  # SHAQ's windows vary in length
+            model.compile(dynamic=kind == "shaq")  # SHAQ's windows vary in length
         self.set_steps(s["max_steps"])
 
     def set_steps(self, n):
@@ -539,6 +540,13 @@ def paper_quality(kind, t):
     return None if any(c[k] != v for k, v in asdict(papers).items() if k not in free) else figure
 
 
+UNSET = {  # what compare takes without --set: seconds on a CPU, minutes elsewhere
+    "gpt": ("n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,lr=4e-3,max_steps=100,warmup_steps=10,eval_tokens=8192",
+            "size=nano,eval_tokens=65536"),
+    "shaq": ("n_embd=64,bptt=64,max_steps=100,warmup_steps=10,eval_tokens=8192",
+             "n_embd=256,bptt=128,lr=8e-3,warmup_steps=50,max_steps=1000,mem_len=512,dropout=0,eval_tokens=65536")}
+
+
 @command(lambda gpu: (
     ("model", dict(choices=["gpt", "shaq"], default="gpt", help="train_gpt.py's recipe and model, or train_shaq.py's")),
     ("variant", dict(action="append", help='name=value,.. of the model or its recipe; repeat the flag. "" is the default model. '
@@ -556,13 +564,7 @@ def bench_compare(args):
     stretched, a warm-up that is set is not."""
     m, kind = start(args), args.model
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
-    if kind == "gpt":
-        small = "n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,lr=4e-3,max_steps=100,warmup_steps=10"
-        large = "size=nano"
-    else:
-        small = "n_embd=64,bptt=64,max_steps=100,warmup_steps=10"
-        large = "n_embd=256,bptt=128,lr=8e-3,warmup_steps=50,max_steps=1000,mem_len=512,dropout=0"
-    default = f"{small},eval_tokens=8192" if m.device.type == "cpu" else f"{large},eval_tokens=65536"
+    default = UNSET[kind][m.device.type != "cpu"]
     common = settings(kind, default if args.set is None else args.set, "--set")
     if args.set and "size" not in common and m.device.type == "cpu":
         print(f"note: --set takes the place of what runs without it, --set={default}", flush=True)
@@ -583,49 +585,46 @@ def bench_compare(args):
     def make(v, seed, given=None):
         return Trainer(kind, v, data, m, seed, given, args.compile)
 
-    # how many steps each takes
     trainers = [make(v, args.seed) for v in variants]
-    base = trainers[0]
     if args.equal == "time":
         for t in trainers if kind == "shaq" else ():
             for i in range(math.ceil(t.model.config.mem_len / t.T)):  # fill the memory: most of a run sees it full
                 t.step(i)
             for i in [*range(8)] * 2 * t.update.on:  # record the graphs of the steps to be timed
                 t.step(i)
-        t = timed({i: t.step for i, t in enumerate(trainers)}, m, rounds=5, least=0.0)
-        steps = [max(1, round(base.steps * np.median(t[0]) / np.median(t[i]))) for i in t]
-    elif args.equal == "flops":
-        steps = [max(1, round(base.steps * base.flops / t.flops)) for t in trainers]
+        costs = [np.median(s) for s in timed({i: t.step for i, t in enumerate(trainers)}, m, rounds=5, least=0.0).values()]
     else:
-        steps = [base.steps] * len(trainers)
-    del trainers, base
+        costs = [t.flops if args.equal == "flops" else 1 for t in trainers]
+    steps = [max(1, round(trainers[0].steps * costs[0] / cost)) for cost in costs]
+    del trainers
 
-    runs, done, total, began = [[] for _ in variants], 0, sum(steps) * args.seeds, time.perf_counter()
+    runs, done, total, began = [], 0, sum(steps) * args.seeds, time.perf_counter()
     for seed in range(args.seed, args.seed + args.seeds):
         given = dict(make(variants[0], seed).model.named_parameters())
         for k in range(len(variants)):
             i = (seed - args.seed + k) % len(variants)  # rotated by seed, so that warming up favours none
             t = make(variants[i], seed, given)
             t.set_steps(steps[i])
-            curve, tokens_per_s = t.run(f"run {sum(map(len, runs)) + 1} of {len(variants) * args.seeds}", args.points, (done, total, began))
+            curve, tokens_per_s = t.run(f"run {len(runs) + 1} of {len(variants) * args.seeds}", args.points, (done, total, began))
             done += t.steps
             loss = curve[-1][2]
             if loss == math.inf:
                 die(f"{texts[i] or 'default'}, seed {seed}: diverged at step {curve[-1][0]}, lr {t.s['lr']:g}: "
                     "lower lr or raise warmup_steps")
-            runs[i].append(dict(
+            runs.append(dict(
                 model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=t.params,
-                tokens=sum(t.tokens), val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token,
-                tokens_per_s=tokens_per_s, peak_mib=t.peak.mib(), compiled=args.compile, dataset=data.name, settings=t.s | asdict(t.model.config),
+                tokens=sum(t.tokens), val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token, tokens_per_s=tokens_per_s,
+                peak_mib=t.peak.mib(), compiled=args.compile, dataset=data.name, settings=t.s | asdict(t.model.config),
                 bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), paper=paper_quality(kind, t), curve=curve))
-            record(args, **runs[i][-1])
+            record(args, **runs[-1])
             warn(f"seed {seed}  {texts[i] or 'default'}: {loss:.4f} {nats(data.bytes_per_token)}, {tokens_per_s:,.0f} tokens/s")
             del t
     rows = []
-    for i, mine in enumerate(runs):
-        r, loss, base = mine[0], [r["val_loss"] for r in mine], [r["val_loss"] for r in runs[0]]
+    for i, text in enumerate(texts):
+        mine = [r for r in runs if r["index"] == i]
+        r, loss, base = mine[0], [r["val_loss"] for r in mine], [r["val_loss"] for r in runs if r["index"] == 0]
         rows.append({
-            "variant": f"`{texts[i] or 'default'}`", "parameters {:,}": r["params"], "steps {:,}": r["steps"],
+            "variant": f"`{text or 'default'}`", "parameters {:,}": r["params"], "steps {:,}": r["steps"],
             "paper, its data and size": r["paper"] and (f"{r['paper']} bpc" if kind == "shaq" else f"ppl {r['paper']}"),
             "validation loss, nats {:.4f}": np.mean(loss), "bits per byte {:.4f}": np.mean([r["bits_per_byte"] for r in mine]),
             "difference ± standard error": "baseline" if i == 0 else with_error(*paired(loss, base)),
@@ -735,29 +734,29 @@ def affine_rows(args, m, d):
     shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
            dict(op="affine", d=d, rows=args.rows, n_head=h),
            {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()} | alone, "dense", copy=x)
-    if hadamard_norm_is_fused(d, h, h > 1):
-        compiled = args.gpu and kernels.triton is not None  # as train's steps are: sum and norm are one kernel then
-        if compiled:
-            fresh_compiler()
+    if not hadamard_norm_is_fused(d, h, h > 1):
+        return
+    compiled = args.gpu and kernels.triton is not None  # as train's steps are: sum and norm are one kernel then
+    if compiled:
+        fresh_compiler()
 
-        def two_steps(f, w):
-            def call(x, r):
-                r = r + f(x)
-                return r, F.layer_norm(r, (d,), *low)
-            return torch.compile(call, dynamic=False) if compiled else call, (*w, *low)
+    def two_steps(f):
+        def call(x, r):
+            r = r + f(x)
+            return r, F.layer_norm(r, (d,), *low)
+        return torch.compile(call, dynamic=False) if compiled else call
 
-        def one_pass(only):
-            return (lambda x, r: hadamard_affine_norm(x, alpha, beta, r, weight, shift, n_head=h, heads_only=only),
-                    (alpha, beta, weight, shift))
+    def one_pass(only):
+        return lambda x, r: hadamard_affine_norm(x, alpha, beta, r, weight, shift, n_head=h, heads_only=only)
 
-        after = {k: two_steps(*f) for k, f in layers.items()}
-        after |= {f"{k}, by hadamard_affine_norm": one_pass(only) for k, only in (("hadamard", False), ("head_hadamard", True))
-                  if hadamard_norm_is_fused(d, h, only) and k in layers}
-        # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
-        title = f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}"
-        shares(args, m, title + ", compiled but for hadamard_affine_norm" * compiled,
-               dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
-               {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=x)
+    after = {k: (two_steps(f), (*w, *low)) for k, (f, w) in layers.items()}
+    for k, only in (("hadamard", False), ("head_hadamard", True)):
+        if k in layers and hadamard_norm_is_fused(d, h, only):
+            after[f"{k}, by hadamard_affine_norm"] = one_pass(only), (alpha, beta, weight, shift)
+    # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
+    shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}"
+           + ", compiled but for hadamard_affine_norm" * compiled, dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
+           {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=x)
 
 
 def pool_loop(gates):
