@@ -392,7 +392,7 @@ SAME = "dataset", "data_dir", "block_size", "batch_tokens", "batch", "bptt", "ev
 
 def settings(kind, text, what):
     "A variant string -> {name: value}, by the training script's own flags"
-    parts = re.split(r",(?=\s*\w+\s*=)", text) if text else []  # a comma before name=, so that attn_layers=2,4 stays whole
+    parts = re.split(r",(?=\s*[\w-]+\s*=)", text) if text else []  # a comma before name=, so that attn_layers=2,4 stays whole
     if any("=" not in part for part in parts) or len(parts) > len({part.partition("=")[0].strip().replace("-", "_") for part in parts}):
         die(f"{what}={text!r}: expected name=value,.., each name once")
     typed = SCRIPT[kind].parse([f"--{part.strip()}" for part in parts], f"{what}, read by {SCRIPT[kind].__name__}.py")

@@ -6125,6 +6125,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
                         (["scaling", "--sizes=nano,dva_book"], "--set dataset=NAME")):
         fails(capsys, lambda: bench.main(argv), words)
     assert bench.settings("shaq", "attn_layers=2,4, n_embd=32", "") == dict(attn_layers=(2, 4), n_embd=32)
+    assert bench.settings("gpt", "n_embd=64,n-layer=2", "") == dict(n_embd=64, n_layer=2)  # as the scripts' flags, with - or _
     monkeypatch.setattr(kernels, "triton", None)
     fails(capsys, lambda: bench.main(["code"]), "pip install triton")
     monkeypatch.setattr(bench, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 2, ""))
