@@ -529,15 +529,18 @@ def paired(a, b):
 def paper_quality(kind, t):
     """The papers' figure for this model, on any data: perplexity or, for SHAQ's presets at any width, bits per byte. None if the model is
     not theirs"""
-    c = asdict(t.model.config)
     if kind == "shaq":
-        figure = ABLATIONS.get(t.s["preset"], (None,) * 3)[2]
-        papers, free = SHAQConfig(**SHAQ_PRESETS[t.s["preset"]]), {"vocab_size", "n_embd", "mem_len", "mean_window", "dropout"}
+        papers, figure = SHAQ_PRESETS[t.s["preset"]], ABLATIONS.get(t.s["preset"], (None,) * 3)[2]
     else:
-        _, dense, hadamard = PERPLEXITY.get(t.s["size"], (None, None, None))
-        figure = dict(dense=dense, hadamard=hadamard).get(c["attn_out"])
-        papers, free = GPTConfig(**SIZES[t.s["size"]]), {"vocab_size", "block_size", "attn_out", "dropout"}
-    return None if any(c[k] != v for k, v in asdict(papers).items() if k not in free) else figure
+        papers, (_, dense, hadamard) = SIZES[t.s["size"]], PERPLEXITY.get(t.s["size"], (None,) * 3)
+        figure = dict(dense=dense, hadamard=hadamard).get(t.model.config.attn_out)
+    return figure if is_papers(t.model.config, papers) else None
+
+
+def is_papers(config, papers):
+    "Whether a model's configuration is the paper's, {name: value}, but for vocabulary and dropout, a GPT's context and W_O, SHAQ's width"
+    free = {"vocab_size", "dropout", *(("block_size", "attn_out") if type(config) is GPTConfig else ("n_embd", "mem_len", "mean_window"))}
+    return all(getattr(config, k) == v for k, v in asdict(type(config)(**papers)).items() if k not in free)
 
 
 UNSET = {  # what compare takes without --set: seconds on a CPU, minutes elsewhere
@@ -1481,15 +1484,16 @@ def bench_eval(args):
     if unknown := [t for t in args.tasks if t not in tasks.all_tasks]:
         die(f"--tasks: lm_eval knows no {unknown[0]!r}{nearest(unknown[0], tasks.all_tasks)}; tasks of your own: --include_path=FOLDER")
     try:
-        found = simple_evaluate(Harness(model_of(ckpt), ckpt["data"]["tokenizer"], m, args.batch), tasks=args.tasks, task_manager=tasks,
+        model = model_of(ckpt)
+        found = simple_evaluate(Harness(model, ckpt["data"]["tokenizer"], m, args.batch), tasks=args.tasks, task_manager=tasks,
                                 limit=args.limit, bootstrap_iters=0, log_samples=False)
     except OSError as e:
         die(f"lm_eval could not load its data ({str(e).splitlines()[0]}): "
             "download it once where there is a network, or give --include_path")
     except ValueError as e:  # mostly lm_eval's: a task named twice, or data of which it finds no copy
         die(f"eval: {e}")
-    c, size, rows = ckpt["config"], ckpt.get("settings", {}).get("size"), []
-    papers = ZERO_SHOT.get(size, {}) if c["attn"] == "mha" and c["attn_out"] in OUTS[:2] else {}
+    out, size, rows = model.config.attn_out, ckpt.get("settings", {}).get("size"), []
+    papers = ZERO_SHOT[size] if size in ZERO_SHOT and out in OUTS[:2] and is_papers(model.config, SIZES[size]) else {}
     scores = {task: {key: v for key, v in sorted(values.items()) if isinstance(v, float) and "stderr" not in key}
               for task, values in (found["results"] | found.get("groups", {})).items()}
     # A group with a score of its own hides its tasks; if a name in --tasks has none (a tag, a group without a mean), its tasks show
@@ -1497,12 +1501,12 @@ def bench_eval(args):
     for task in args.tasks if all(scores.get(t) for t in args.tasks) else [t for t in scores if t in args.tasks or t not in below]:
         for key, value in scores[task].items():
             metric = key.removesuffix(",none")
-            paper = papers[task][OUTS.index(c["attn_out"])] if task in papers and metric.startswith("acc") else None
+            paper = papers[task][OUTS.index(out)] if task in papers and metric.startswith("acc") else None
             n = found.get("n-samples", {}).get(task, {}).get("effective")
             rows.append({"task": task, "metric": metric, "questions": n, "paper, %": paper,
                          "measured": f"{100 * value:.1f}" if metric.startswith("acc") else f"{value:.4f}",
                          "difference {:+.1f}": paper and 100 * value - paper})
-            record(args, ckpt=args.ckpt, size=size, variant=c["attn_out"], task=task, metric=metric, value=value, n=n)
+            record(args, ckpt=args.ckpt, size=size, variant=out, task=task, metric=metric, value=value, n=n)
     table(args, f"Zero-shot, {args.ckpt}; the paper's percentages are of its own training runs", rows)
 
 

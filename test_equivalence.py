@@ -6055,6 +6055,7 @@ def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monke
     for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.tasks"):
         monkeypatch.setitem(sys.modules, name, lm_eval)
     model = small_gpt(attn_out="hadamard")
+    monkeypatch.setitem(SIZES, "small", {k: v for k, v in vars(model.config).items() if k != "attn_out"})
     save_model(tmp_path / "other.pt", model, settings=dict(size="small"))
     argv = ["eval", f"--ckpt={tmp_path}/other.pt", "--tasks=piqa,blimp", "--limit=7", "--batch=5", f"--include_path={tmp_path}"]
     rows = bench_run(tmp_path, *argv)
@@ -6068,6 +6069,8 @@ def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monke
     for line in ("piqa | acc | 7 | 64.3 | 50.0 | -14.3", "piqa | acc_norm | 7 | 64.3 | 65.3 | +1.0", "piqa | bits | 7 | – | 2.0000 | –",
                  "blimp | acc | – | 80.0 | 90.0 | +10.0"):
         assert f"| {line} |\n" in printed, line
+    monkeypatch.setitem(SIZES, "small", SIZES["small"] | dict(n_layer=9))  # as if --n_layer had been given: another model than the paper's
+    assert {r["size"] for r in bench_run(tmp_path, *argv)} == {"small"} and "paper, %" not in capsys.readouterr().out
     fails(capsys, lambda: bench.main(["eval", argv[1], "--tasks=pica", *CPU]), "did you mean piqa?", "--include_path=FOLDER")
     fails(capsys, lambda: bench.main([*argv[:-1], "--include_path=mine", *CPU]), "--include_path=mine is no folder")
     # a tag, or a group without a mean: the scores of its tasks
