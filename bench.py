@@ -915,15 +915,15 @@ def compilers(workers):
     "Processes for code_of with Triton's compiler, even if TRITON_INTERPRET is set here"
     before = os.environ.copy()
     os.environ["TRITON_INTERPRET"] = "0"
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), follow_parent)
     try:
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), follow_parent) as pool:
-            try:
-                yield pool
-            except BaseException:  # Ctrl-C or a failure: else the pool would finish all its jobs, for minutes
-                for process in multiprocessing.active_children():
-                    process.kill()
-                raise
+        yield pool
+    except BaseException:  # Ctrl-C or a failure: else the pool would finish all its jobs, for minutes
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
     finally:
+        pool.shutdown()
         os.environ.clear()
         os.environ.update(before)
 
@@ -940,16 +940,15 @@ def bench_code(args):
     if kernels.triton is None:
         die("code needs Triton: pip install triton")
     args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}, torch {torch.__version__}"
-    kinds = [("hadamard_affine", "forward", False, 2, 0), ("its three gradients, the loop", "backward", False, 3, 1),
-             ("that of x by itself", "pre", False, 2, 0), ("those of alpha and beta, the loop", "grads", False, 2, 1),
-             ("hadamard_affine, mixing heads only", "forward", True, 2, 0), ("its three gradients, the loop", "backward", True, 3, 1),
-             ("hadamard_affine_norm", "norm", False, 4, 0),
-             ("the same, mixing heads only", "norm", True, 4, 0), ("its gradients, the loop", "norm backward", False, 6, 1),
-             ("the same, mixing heads only", "norm backward", True, 6, 1), ("fo-pool, the loop", "pool", None, 4, 1),
-             ("its gradients, the loop", "pool backward", None, 7, 1)]
-    rows, size, began, done = [], 4 if dtype == "fp32" else 2, time.perf_counter(), 0  # size: bytes of a number
+    kinds = [  # the row's name, code_of's kind, whether heads only are mixed, numbers that must move, whether the loop alone is counted
+        ("hadamard_affine", "forward", False, 2, 0), ("its three gradients, the loop", "backward", False, 3, 1),
+        ("that of x by itself", "pre", False, 2, 0), ("those of alpha and beta, the loop", "grads", False, 2, 1),
+        ("hadamard_affine, mixing heads only", "forward", True, 2, 0), ("its three gradients, the loop", "backward", True, 3, 1),
+        ("hadamard_affine_norm", "norm", False, 4, 0), ("the same, mixing heads only", "norm", True, 4, 0),
+        ("its gradients, the loop", "norm backward", False, 6, 1), ("the same, mixing heads only", "norm backward", True, 6, 1),
+        ("fo-pool, the loop", "pool", None, 4, 1), ("its gradients, the loop", "pool backward", None, 7, 1)]
+    rows, jobs, size, began, done = [], {}, 4 if dtype == "fp32" else 2, time.perf_counter(), 0  # size: bytes of a number
     with compilers(min(8, os.cpu_count() or 1)) as pool:
-        jobs = {}
         for (_, kind, only, _, _), d in itertools.product(kinds, args.widths):
             if "pool" in kind:  # of any width: one, in the first column
                 if d == args.widths[0]:
@@ -1320,33 +1319,32 @@ def bench_scaling(args):
     if own := {"size", "n_layer", "n_embd", "attn_out", "max_steps", "lr", "min_lr"} & set(common):
         die(f"scaling chooses {', '.join(sorted(own))} itself: drop it from --set, and name shapes in --sizes, projections in --variants, "
             "rates in --lr")
-    sizes, rates = {}, {}
+    sizes = {}  # name: settings, learning rates (None: the recipe's)
     for name in args.sizes:
         if shape := re.fullmatch(r"(\d+)x(\d+)", name):
-            sizes[name] = dict(size="nano", n_layer=int(shape[1]), n_embd=int(shape[2]), n_head=4)
-            rates[name] = args.lr or ([2e-3, 4e-3, 8e-3] if args.gpu else [8e-3, 16e-3, 32e-3])
+            sizes[name] = (dict(size="nano", n_layer=int(shape[1]), n_embd=int(shape[2]), n_head=4) | common,
+                           args.lr or ([2e-3, 4e-3, 8e-3] if args.gpu else [8e-3, 16e-3, 32e-3]))
         elif name in SIZES:
-            sizes[name] = dict(size=name)
-            rates[name] = args.lr or [None]  # the recipe's
+            sizes[name] = dict(size=name) | common, args.lr or [None]
         else:
             die(f"--sizes: {none_of(name, SIZES)}")
     if len(sizes) < 2:
         die("scaling needs two sizes or more")
     if args.compile:
         fresh_compiler()
-    settled = [train_gpt.settle(shape | common, {}, m)[0] for shape in sizes.values()]
+    settled = [train_gpt.settle(model, {}, m)[0] for model, _ in sizes.values()]
     if len({s["dataset"] for s in settled}) > 1:
         die("these sizes' recipes name different data: give one to all, --set dataset=NAME")
-    for shape, out in itertools.product(sizes.values(), args.variants):  # invalid models end it here, not hours later
+    for (model, _), out in itertools.product(sizes.values(), args.variants):  # invalid models end it here, not hours later
         with one_line(), torch.device("meta"):
-            GPT(GPTConfig(**train_gpt.settle(shape | common | dict(attn_out=out), {}, m)[1]))
+            GPT(GPTConfig(**train_gpt.settle(model | dict(attn_out=out), {}, m)[1]))
     data = load_dataset(settled[0]["dataset"], settled[0]["data_dir"])
     runs, rows, base = {out: [] for out in args.variants}, [], args.variants[0]
-    seeds, total = range(args.seed, args.seed + args.seeds), sum(map(len, rates.values())) * len(args.variants) * args.seeds
-    for size, shape in sizes.items():
+    seeds, total = range(args.seed, args.seed + args.seeds), sum(len(r) for _, r in sizes.values()) * len(args.variants) * args.seeds
+    for size, (model, rates) in sizes.items():
         papers = {}
-        for seed, lr in itertools.product(seeds, rates[size]):
-            typed = shape | common | (dict(lr=lr, min_lr=lr / 10) if lr is not None else {})
+        for seed, lr in itertools.product(seeds, rates):
+            typed = model | (dict(lr=lr, min_lr=lr / 10) if lr is not None else {})
             first = Trainer("gpt", typed | dict(attn_out=base), data, m, seed, None, args.compile)
             steps = max(1, round(args.tokens_per_param * first.params / first.step_tokens))
             given = dict(first.model.named_parameters())
@@ -1374,7 +1372,7 @@ def bench_scaling(args):
             best, loss = mine[0]["lr"], [r["val_loss"] for r in mine]
             if math.inf in loss:
                 die(f"{size} {out}: at every learning rate a run diverged; give lower ones in --lr")
-            if len(rates[size]) > 1 and best in (min(rates[size]), max(rates[size])):
+            if len(rates) > 1 and best in (min(rates), max(rates)):
                 warn(f"note: {size} {out} is best at lr {best:g}, at an end of those that were tried: give --lr more there")
             ours, paper = np.mean(loss), papers[out]
             by = math.exp(ours) - paper if paper and data.tokenizer == "gpt2" else None  # the paper's is per token of GPT-2's
@@ -1746,9 +1744,8 @@ def plot_decode(plt, rows):
 
 def main(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
-    what = []
-    while argv and not argv[0].startswith("-"):
-        what.append(argv.pop(0))
+    what = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    argv = argv[len(what):]
     if not what:
         if set(argv) & {"-h", "--help"}:
             return print(__doc__.strip())
