@@ -318,29 +318,29 @@ class Peak:
     "Peak memory of a GPU since this was made, less what was in use then; None elsewhere, where PyTorch does not count it"
 
     def __init__(self, m):
-        self.m = m
-        if m.device.type == "cuda":
+        self.device = m.device if m.device.type == "cuda" else None
+        if self.device:
             gc.collect()  # a compiled model refers to itself
             w = torch.ones(256, 256, device=m.device, dtype=m.dtype, requires_grad=True)
             with torch.enable_grad():  # allocate cuBLAS's workspaces, tens of MiB a thread: else they count as the first variant's
                 (F.linear(w, w, w[0]) @ w).sum().backward()
             del w
-            self.before = torch.cuda.memory_allocated(m.device)
+            self.before = torch.cuda.memory_allocated(self.device)
             torch.cuda.empty_cache()
-            self.reserved = torch.cuda.memory_reserved(m.device)
+            self.reserved = torch.cuda.memory_reserved(self.device)
             self.forget()
 
     def forget(self):
-        if self.m.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.m.device)
+        if self.device:
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def mib(self):
-        return (torch.cuda.max_memory_allocated(self.m.device) - self.before) / 2**20 if self.m.device.type == "cuda" else None
+        return self.device and (torch.cuda.max_memory_allocated(self.device) - self.before) / 2**20
 
     def held(self):
         "MiB reserved on a GPU, which include what CUDA graphs work in: a replay allocates nothing"
         torch.cuda.empty_cache()
-        return (torch.cuda.memory_reserved(self.m.device) - self.reserved) / 2**20
+        return (torch.cuda.memory_reserved(self.device) - self.reserved) / 2**20
 
 
 # -----------------------------------------------------------------------------
@@ -357,28 +357,23 @@ def count_params(kind, **config):
 def bench_params(args):
     "Parameters of every model that the papers count, on the meta device: no weights are made."
     start(args)
-    rows = []
-
-    def add(name, paper, n):
+    counts, rows = [], []  # counts: (model, the paper's figure, ours)
+    for size, paper in MILLIONS.items():
+        dense, hadamard = (count_params("gpt", **SIZES[size], attn_out=out) for out in OUTS[:2])
+        counts += zip((f"{size}, dense", f"{size}, hadamard", f"{size}, saved"), paper, (dense, hadamard, hadamard - dense))
+    counts += [(size, paper, count_params("gpt", **SIZES[size])) for size, paper in BOOK.items()]
+    for preset, (_, paper, _) in ABLATIONS.items():
+        n = count_params("shaq", **SHAQ_PRESETS[preset])
+        counts.append((preset, paper, n))
+        if preset == "sharnn":
+            counts.append((f"sharnn with the {SHARNN_DEAD:,} parameters of the published code that nothing reads", SHARNN_PUBLISHED,
+                           n + SHARNN_DEAD))
+    for name, paper, n in counts:
         exact = isinstance(paper, int)
         value = paper if exact else float(paper[:-1]) * {"M": 1e6, "B": 1e9}[paper[-1]]  # '-7.1M' -> -7.1e6
         rows.append({"model": name, "paper": f"{paper:,}" if exact else paper, "measured {:,}": n,
                      "difference": f"{n - paper:+,}" if exact else f"{(n - value) / 1e6:+.2f}M"})
         record(args, name=name, paper=value, measured=n)
-
-    for size, paper in MILLIONS.items():
-        dense, hadamard = (count_params("gpt", **SIZES[size], attn_out=out) for out in OUTS[:2])
-        add(f"{size}, dense", paper[0], dense)
-        add(f"{size}, hadamard", paper[1], hadamard)
-        if len(paper) > 2:
-            add(f"{size}, saved", paper[2], hadamard - dense)
-    for size, paper in BOOK.items():
-        add(size, paper, count_params("gpt", **SIZES[size]))
-    for preset, (_, paper, _) in ABLATIONS.items():
-        n = count_params("shaq", **SHAQ_PRESETS[preset])
-        add(preset, paper, n)
-        if preset == "sharnn":
-            add(f"sharnn with the {SHARNN_DEAD:,} parameters of the published code that nothing reads", SHARNN_PUBLISHED, n + SHARNN_DEAD)
     table(args, "Parameters", rows)
 
 
@@ -543,7 +538,7 @@ def is_papers(config, papers):
     return all(getattr(config, k) == v for k, v in asdict(type(config)(**papers)).items() if k not in free)
 
 
-UNSET = {  # what compare takes without --set: seconds on a CPU, minutes elsewhere
+QUICK = {  # what compare takes without --set: seconds on a CPU, minutes elsewhere
     "gpt": ("n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,lr=4e-3,max_steps=100,warmup_steps=10,eval_tokens=8192",
             "size=nano,eval_tokens=65536"),
     "shaq": ("n_embd=64,bptt=64,max_steps=100,warmup_steps=10,eval_tokens=8192",
@@ -567,7 +562,7 @@ def bench_compare(args):
     stretched, a warm-up that is set is not."""
     m, kind = start(args), args.model
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
-    default = UNSET[kind][m.device.type != "cpu"]
+    default = QUICK[kind][m.device.type != "cpu"]
     common = settings(kind, default if args.set is None else args.set, "--set")
     if args.set and "size" not in common and m.device.type == "cpu":
         print(f"note: --set takes the place of what runs without it, --set={default}", flush=True)
@@ -650,8 +645,9 @@ def bench_compare(args):
 def bench_kernels(args):
     """hadamard_affine and hadamard_transform against a dense product, alpha * x + beta and a copy, the first also with the residual and
     LayerNorm that follow it; fo-pool against an LSTM, a loop, a copy and, on a GPU, fla-core's kernel; attention with one wide head against
-    12. Share of a copy's rate: the bytes a second of those that must move, over a copy's in the same run. One read and one write at
-    its speed would be 1. Backward alone: bytes and median time of both passes, less those of forward."""
+    12. On random tensors, in turn from rings larger than the cache; ms: median ± half the interquartile range of --rounds samples,
+    interleaved. Share of a copy's rate: the bytes a second of those that must move, over a copy's in the same run. One read and one write
+    at its speed would be 1. Backward alone: bytes and median time of both passes, less those of forward."""
     m = start(args)
     for d in args.widths:
         with one_line():
@@ -700,20 +696,15 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
     rows, rate, speedup = [], "share of a copy's rate {:.2f}", f"times as fast as {compare_with} {{:.2f}}"
     head = "", "forward, ms", rate, speedup, "forward + backward, ms", rate, f"backward alone, {rate}", speedup
     for name in forward:
-        row = [name]
-        for i in range(2):
-            if name not in t[i]:
-                row += [None] * 4
-                continue
+        row = [name if name != "copy" else f"copy, {2 * copy[0].nbytes / median[0][name] / 1e9:,.0f} GB/s"]
+        for i in range(1 if name == "copy" else 2):
             floor, took = floors.get(name, (0, 0)), median[i][name]
             found = dict(share_of_copy=share(floor[i], took))
             if i:
                 found["share_of_copy_backward"] = share(floor[1] - floor[0], took - median[0][name])
             row += [spread(t[i][name]), *found.values(), median[i][compare_with] / took]
-            if name == "copy":
-                row[0] = f"copy, {2 * copy[0].nbytes / took / 1e9:,.0f} GB/s"
             record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), **found, **fields)
-        rows.append(zip(head, row))
+        rows.append(itertools.zip_longest(head, row))
     table(args, title + ", by CUDA graphs but for LSTM and loop" * args.gpu, rows)
 
 
@@ -1040,8 +1031,9 @@ def cases(args, m, measure):
 @command(lambda gpu: speed_flags(gpu, "1024" if gpu else "8", "64" if gpu else "128"))
 @torch.no_grad()
 def bench_prefill(args):
-    """A prompt through the model, with logits for every position, as the paper did by the memory in its table 3. Share of the gain: the
-    time that the variant saves, over that which identity, without any mixing, saves."""
+    """A prompt of random tokens through the model, with logits for every position, as the paper did by the memory in its table 3. The
+    variants take turns, --runs times: ms are mean ± standard deviation, gains those of the means, with standard errors over the turns.
+    Share of the gain: the time that the variant saves, over that which identity, without any mixing, saves."""
     m = start(args)
 
     def measure(size, compiled, idx):
@@ -1080,9 +1072,9 @@ def bench_prefill(args):
     ("presets", dict(type=listed(str, SHAQ_PRESETS), default="sharnn,shaq", help="of SHAQ, byte by byte"))))
 @torch.no_grad()
 def bench_decode(args):
-    """Greedy decoding with a static KV cache. First token: the prompt through the model. Then --new_tokens steps; on a GPU both with
-    kernels launched one by one (eager) and all as one CUDA graph. Floor: all weights and cached keys and values are read once a step, at
-    the bandwidth of a copy in this run. Last, SHAQ byte by byte."""
+    """Greedy decoding with a static KV cache, timed as prefill is. First token: the prompt through the model. Then --new_tokens steps; on
+    a GPU both with kernels launched one by one (eager) and all as one CUDA graph. Floor: all weights and cached keys and values are read
+    once a step, at the bandwidth of a copy in this run. Last, SHAQ byte by byte, medians."""
     m, n = start(args), args.new_tokens
     copy = bandwidth(m)
 
@@ -1181,7 +1173,8 @@ def generate_rows(args, m, copy):
     ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed")),
     ("profile", dict(type=flag01, default=False, help="then where one more step's time goes: by operators, on a GPU by kernels"))))
 def bench_train(args):
-    "Forward, backward and update of every variant of the three models on random tokens, interleaved, so that all share the same minutes."
+    """Forward, backward and update of every variant of the three models on random tokens, interleaved, so that all share the same minutes.
+    ms: median ± half the interquartile range of --rounds steps; tokens/s by the median or, for SHAQ, whose steps vary in length, the mean."""
     m = start(args)
     peak, source = peak_flops(m)
     alone = args.models == ["shaq"]
@@ -1531,12 +1524,10 @@ def records(folder, what):
             try:
                 row = json.loads(line)
                 if row["run"] and row.get("what", what) == what:  # not another command's, given the same --out
-                    rows.append(row)
+                    diverged = "val_loss" in row and row["val_loss"] is None
+                    rows.append(row | dict(val_loss=math.inf) if diverged else row)
             except (ValueError, LookupError, TypeError):
                 warn(f"note: {f.name}, line {i} is cut short, or no record; left out")
-    for row in rows:
-        if row.get("val_loss", 0) is None:  # that run diverged
-            row["val_loss"] = math.inf
     return [r for r in rows if r["run"] == rows[-1]["run"]]
 
 
