@@ -565,7 +565,7 @@ def bench_compare(args):
     default = QUICK[kind][m.device.type != "cpu"]
     common = settings(kind, default if args.set is None else args.set, "--set")
     if args.set and "size" not in common and m.device.type == "cpu":
-        print(f"note: --set takes the place of what runs without it, --set={default}", flush=True)
+        print(f"note: --set takes the place of what runs without it, --set={default}; what it does not name is as the script has it", flush=True)
     variants = [settings(kind, t, "--variant") for t in texts]
     settled = [s | c for s, c in (SCRIPT[kind].settle(common | v, {}, m) for v in variants)]
     for text, v, s in zip(texts, variants, settled):
@@ -1376,16 +1376,19 @@ def bench_scaling(args):
                 f"against {base}": None if out == base else with_error(*paired(loss, [r["val_loss"] for r in others]))})
     table(args, f"Runs of equal FLOPs, {args.tokens_per_param:g} tokens per parameter of {base}, {data.name}, "
           f"{args.seeds} seed{'s' * (args.seeds > 1)}", rows)
-    rows, slopes = [], {}
+    rows, slopes, of_base = [], {}, None
     for out in args.variants:
         best = at_best_rate(runs[out])
         slopes[out] = [slope(*loss_against_compute({z: [r for r in mine if r["seed"] == k] for z, mine in best.items()}))[0] for k in seeds]
-        s, error, _ = slope(*loss_against_compute(best))
+        compute, loss = loss_against_compute(best)
+        s, error, _ = slope(compute, loss)
+        of_base = loss if out == base else of_base
         over_seeds = standard_error(slopes[out])
         paper = slope(*zip(*paper_points(out)))[0] if out in OUTS[:2] else None
         rows.append({
             "variant": out, "paper {:.4f}": paper, "measured {:.4f}": s, "difference {:+.4f}": paper and s - paper,
             "standard error of the fit {:.4f}": error, "over seeds {:.4f}": over_seeds,
+            f"against {base} ± of the fit": None if out == base else with_error(*slope(compute, loss / of_base)[:2]),  # shared curvature cancels
             f"against {base}, over seeds": None if out == base else with_error(*paired(slopes[out], slopes[base]))})
         record(args, variant=out, exponent=s, error=error, over_seeds=over_seeds, sizes=list(sizes))
     table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities and 6 N D, on other data", rows)

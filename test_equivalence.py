@@ -2608,6 +2608,13 @@ def test_train_says_that_so_little_text_is_read_too_often(train, monkeypatch):
     assert "so little text" not in said[1]
 
 
+def test_train_says_how_to_get_the_papers_dva(train, monkeypatch):
+    monkeypatch.setattr(train_gpt, "StopSignal", stops(1))
+    said = [train("--attn=dva", "--attn_out=dense", *flags, out="dva")[1] for flags in ((), ("--mlp=none",), ("--mlp=none", "--n_head=1"))]
+    said += [train("--resume", out="dva")[1], train(out="gpt")[1]]
+    assert "add --mlp=none\n" in said[0] and not any("in its paper" in text for text in said[1:])  # n_head=2 is typed in all but the third
+
+
 def test_train_micro_batches_do_not_change_the_curve(train):
     logs = [train("--dropout=0", f"--micro_batch={n}", out=f"out{n}")[3] for n in (1, 4, 99)]
     assert logs[2][0]["settings"]["micro_batch"] == 99  # not 8, all that there are here: resumed elsewhere it may be more
@@ -5621,14 +5628,19 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
     assert s["dense"]["over_seeds"] == pytest.approx(over) and over > 1e-3
     paper = np.polyfit(np.log([1.55e19, 6.61e19, 2.06e20]), np.log(np.log([21.54, 17.41, 16.17])), 1)[0]
     printed, err = capsys.readouterr()
-    assert "| variant | paper | measured | difference | standard error of the fit | over seeds | against identity, over seeds |\n" in printed
-    assert (f"| dense | {paper:.4f} | -0.1000 | {-0.1 - paper:+.4f} | 0.0000 | {over:.4f} | {(a + b) / 2:+.4f} ± {abs(a - b) / 2:.4f} |"
+    assert ("| variant | paper | measured | difference | standard error of the fit | over seeds | against identity ± of the fit | "
+            "against identity, over seeds |\n" in printed)
+    (x, of_dense), (_, of_identity) = (np.mean([points[v, 5], points[v, 6]], 0).T for v in ("dense", "identity"))
+    ratio, error_of_ratio, _ = bench.slope(x, of_dense / of_identity)  # of losses: what both fits miss alike cancels
+    assert ratio == pytest.approx(0.1, abs=1e-3)
+    assert (f"| dense | {paper:.4f} | -0.1000 | {-0.1 - paper:+.4f} | 0.0000 | {over:.4f} | {ratio:+.4f} ± {error_of_ratio:.4f} | "
+            f"{(a + b) / 2:+.4f} ± {abs(a - b) / 2:.4f} |"
             in printed)
     i, d = ([r for r in runs if (r["size"], r["variant"]) == ("1x8", v)] for v in ("identity", "dense"))
     (x, y), mean = (q["val_loss"] - p["val_loss"] for p, q in zip(i, d)), (d[0]["val_loss"] + d[1]["val_loss"]) / 2
     assert (f"| 1x8 | dense | {d[0]['compute']:.3g} | 0.032 | {math.exp(mean):.2f} | {mean:.4f} | "
             f"{(x + y) / 2:+.4f} ± {abs(x - y) / 2:.4f} |" in printed)
-    assert "10 tokens per parameter of identity, words, 2 seeds**" in printed and printed.count("| against identity") == 2
+    assert "10 tokens per parameter of identity, words, 2 seeds**" in printed and printed.count("| against identity") == 3
     assert "| loss, nats per byte |" in printed and err.count(" nats per byte\n") == 48
     assert "note: 1x32 reads words's 43,199 tokens" in err and "note: 1x8 reads" not in err
     assert "1x8 dense is best at lr 0.032, at an end" in err and "1x8 identity is best at lr 0.008, at an end" in err
