@@ -1515,6 +1515,8 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
     for wrong in ((x, W, y[:1]), (x[None], W, y), (x, W.T, y)):  # one target counted for all rows
         refuses(lambda: model_py.HeadLoss.apply(*wrong, True), "HeadLoss", "expected (N, d), (V, d), (N,)")
     refuses(lambda: model_py.HeadLoss.apply(x, W, y, False).backward(), "grads=False", kind=RuntimeError)
+    refuses(lambda: model_py.HeadLoss.apply(x.half(), W.half(), y, True), "fit fp16", kind=TypeError)  # of many rows they are too small for it
+    assert model_py.HeadLoss.apply(x.half(), W.half(), y, False).isfinite()
     refuses(lambda: m(idx[0]), "idx has shape (5,)", "expected (B, T)")
     refuses(lambda: m.generate(idx[0], 1), "of shape (5,)", "(B, T)")
     refuses(lambda: model_py.rope(q, *torch.ones(2, 3, 1, 4).bfloat16()), "bfloat16", "cast_forward_inputs=False")  # they would be rounded
