@@ -674,6 +674,15 @@ def test_hadamard_triton_takes_what_it_can_hold():
     ("memory", lambda mine, x: (torch.manual_seed(0), layer := mine.MemoryAttention(SimpleNamespace(
         n_embd=96, n_head=2, memory="full", mem_len=9, gates=True, dropout=0.0)), layer(x[None], x[None], layer(x[None], x[None])[1])[0])[-1]),
     ("QRNN", lambda mine, x: (torch.manual_seed(0), mine.QRNN(SimpleNamespace(n_embd=96, qrnn_window=2))(x[None])[0])[1]),
+    ("Boom", lambda mine, x: sum((torch.manual_seed(0), mine.Boom(SimpleNamespace(n_embd=96, ff=ff, dropout=0.3))(x))[1]
+                                 for ff in ("boom", "ffn"))),
+    ("block", lambda mine, x: sum((torch.manual_seed(0), block := mine.SHAQBlock(
+        mine.SHAQConfig(n_embd=96, memory=memory, mean_window=3, rnn=rnn), True), block(x[None], mine.detach_state(block(x[None])[1]))[0])[-1]
+                                  for memory, rnn in (("full", "qrnn"), ("mean", "lstm")))),
+    ("layer", lambda mine, x: sum((torch.manual_seed(0), mine.Attention(mine.GPTConfig(n_embd=96, n_head=2, attn=attn, attn_out=out))(
+        x[None], mine.rope_table(4, 48)))[1] for attn in CHOICES["attn"] for out in CHOICES["attn_out"])),
+    ("GPT", lambda mine, x: (torch.manual_seed(0), gpt := mine.fold_hadamard(mine.GPT(mine.GPTConfig(9, 7, 1, 4, 16, attn_out="hadamard"))),
+        x * gpt.generate(i := torch.arange(7)[None], 3)[0, -1] * gpt(i, i))[-1]),
     ("LAMB", lambda mine, x: (w := x.detach().clone(), setattr(w, "grad", w * w), mine.LAMB([w]).step(), x * w)[-1]),
     ("rope", lambda mine, x: x * mine.rope_backward([x.detach().view(1, 2, 24, 8)] * 3, *model_py.rope_table(24, 8)).view(3, 4, 96)[0])])
 def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypatch):
@@ -696,8 +705,12 @@ def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypa
                   memory="from collections import namedtuple\nfrom torch import nn\n" + attention + "".join(map(of_model, (
                       "def up_to(", "class Dropout", "def last(", "Ring", "class MemoryAttention"))),
                   QRNN=pool + "from torch import nn\n" + "".join(map(of_model, ("def product_dtype", "def last(", "class QRNN"))),
-                  LAMB="import torch\n" + of_model("def norms") + of_model("class LAMB"))[part]
-    (tmp_path / f"{part}_alone.py").write_text(source, encoding="utf-8")
+                  Boom="import torch\nfrom torch import nn\n" + "".join(map(of_model, ("def kept(", "class Dropout", "class Boom"))),
+                  layer=model[:model.index("class MLP(")], GPT=model[:model.index("# SHA-RNN (Merity")],
+                  LAMB="import torch\n" + of_model("def norms") + of_model("class LAMB"))
+    source["block"] = (source["QRNN"] + source["memory"] + "import contextlib\nfrom dataclasses import dataclass\n" + "".join(map(of_model, (
+        "def plain(", "@dataclass\nclass SHAQConfig", "def each(", "def detach_state(", "class Boom", "BF16_LSTM", "class SHAQBlock"))))
+    (tmp_path / f"{part}_alone.py").write_text(source[part], encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     x, theirs = torch.randn(4, 96, requires_grad=True), kernels if part in ("matrix", "transform", "pool", "rope") else model_py
     y, z = use(importlib.import_module(f"{part}_alone"), x), use(theirs, x)
