@@ -1842,6 +1842,9 @@ def test_loss_is_that_of_the_logits_whatever_the_head():
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float64):  # which leaves float64 alone
                 loss = run(m, idx, idx)
             torch.testing.assert_close(loss, F.cross_entropy(run(m, idx).flatten(0, 1), idx.flatten()), rtol=rtol, atol=0)
+    loss = torch.export.export(m := make(), (idx, idx)).module()(idx, idx)  # which would trace the head's loss, but not its gradient
+    found, own = (torch.autograd.grad(x, [*m.parameters()]) for x in (loss, m(idx, idx)))
+    torch.testing.assert_close(found, own)
     for bf16 in (False, True):  # of the plain head by slices: a GPU never holds all logits
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             assert type(make()(idx, idx).grad_fn).__name__ == "HeadLossBackward"
