@@ -825,7 +825,8 @@ class GPT(nn.Module):
     def flops_per_token(self, T=None):
         """Floating-point operations per token, forward and backward: 6 for each weight of a matrix product (the head counts; table look-ups,
         vectors and the Hadamard transform's additions do not) and 6 T d for each of attention's T x T products (two; dva: three), as if
-        there were no causal mask, as is customary. A fixed matrix that is no Parameter is not counted: add 4 for each of its entries."""
+        there were no causal mask, as is customary. A fixed matrix that is no Parameter is not counted: add 4 for each of its entries.
+        PyTorch's FlopCounterMode finds less: it does not see the T x T products of blocked_attention."""
         c, T = self.config, T or self.config.block_size
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
         head = c.vocab_size * c.n_embd if self.tied() else 0
