@@ -31,15 +31,14 @@ try:
 except ImportError:  # Windows, macOS, CPU-only installs: every operator below still works, through PyTorch
     triton = None
 
-# Namespace in which the operators are registered: the module's name, made an identifier. So a copy of this file under another name gets its
-# own: if it registered the same names, it would replace these operators.
-NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}" for c in __name__)
-
 
 def _operator(name, fake):
-    "Registers a function as a PyTorch operator; fake takes the same arguments and returns empty results of the same form, for tracing"
+    """Registers a function as a PyTorch operator; fake takes the same arguments and returns empty results of the same form, for tracing. The
+    namespace is the function's module's name, made an identifier: a copy of the file that registered the same names would replace these"""
     def register(f):
-        op = torch.library.custom_op(f"{NAMESPACE}::{name}", f, mutates_args=())
+        module = f.__module__
+        namespace = "_" * module[0].isdigit() + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}" for c in module)
+        op = torch.library.custom_op(f"{namespace}::{name}", f, mutates_args=())
         op.register_fake(fake)
         return op
     return register

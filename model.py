@@ -36,7 +36,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (_check_devices, _check_order, _once, _reverse_mode_only, _split_order, hadamard_affine, hadamard_affine_norm,
+from kernels import (_check_devices, _check_order, _once, _operator, _reverse_mode_only, _split_order, hadamard_affine, hadamard_affine_norm,
                      hadamard_matrix, hadamard_norm_is_fused, one_query_attention, qrnn_pool, rope_backward, triton)
 
 # -----------------------------------------------------------------------------
@@ -179,11 +179,18 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
     return n, P
 
 
-# The operators are registered under this module's name: a copy of this file that registered the same names would replace these
-NAMESPACE = "_" * __name__[0].isdigit() + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}" for c in __name__)
+def empty_attention(q, k, q_r, v, k_r, keys, values, seed, dropout, keep):
+    k = k if keys is None else keys
+    Ps = [q.new_empty(q.size(0), e - i, e + k.size(1) - q.size(1)) for i, e in query_blocks(q, k)] if keep else []
+    return q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), Ps
 
 
-@torch.library.custom_op(f"{NAMESPACE}::blocked_attention", mutates_args=())
+def empty_gradients(g, q, k, q_r, v, k_r, keys, values, seed, dropout, Ps):
+    dk, dv = (torch.empty_like(t) if keys is None else t.new_empty(t.shape) for t in (k, v))
+    return [torch.empty_like(q), dk, dv] + ([] if q_r is None else [torch.empty_like(q_r), torch.empty_like(k_r)])
+
+
+@_operator("blocked_attention", empty_attention)
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor, k_r: torch.Tensor | None,
                       keys: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None, dropout: float,
                       keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -207,7 +214,7 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
     return out, Ps
 
 
-@torch.library.custom_op(f"{NAMESPACE}::blocked_attention_backward", mutates_args=())
+@_operator("blocked_attention_backward", empty_gradients)
 def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor,
                                k_r: torch.Tensor | None, keys: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None,
                                dropout: float, Ps: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -243,19 +250,6 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     if keys is not None:
         dk, dv = (t[:, t.size(1) - own:].contiguous() for t in (dk, dv))
     return [dq, dk, dv] + ([] if q_r is None else [dq_r, dk_r])
-
-
-@blocked_attention.register_fake
-def _(q, k, q_r, v, k_r, keys, values, seed, dropout, keep):
-    k = k if keys is None else keys
-    Ps = [q.new_empty(q.size(0), e - i, e + k.size(1) - q.size(1)) for i, e in query_blocks(q, k)] if keep else []
-    return q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), Ps
-
-
-@blocked_attention_backward.register_fake
-def _(g, q, k, q_r, v, k_r, keys, values, seed, dropout, Ps):
-    dk, dv = (torch.empty_like(t) if keys is None else t.new_empty(t.shape) for t in (k, v))
-    return [torch.empty_like(q), dk, dv] + ([] if q_r is None else [torch.empty_like(q_r), torch.empty_like(k_r)])
 
 
 def save_attention(ctx, inputs, output):
