@@ -503,7 +503,7 @@ class HeadLoss(torch.autograd.Function):
         x_, w_, valid = x.to(dtype), weight.to(dtype), targets != -100
         targets, count = targets.masked_fill(~valid, 0), valid.sum()
         at_least_1 = count.clamp(min=1)  # where no target counts the loss is nan and the gradients are 0
-        of_x, of_w = (grads and ctx.needs_input_grad[0]), (grads and ctx.needs_input_grad[1])
+        of_x, of_w = (grads and needed for needed in ctx.needs_input_grad[:2])
         grads = of_x or of_w
         if grads and dtype == torch.float16:  # made before the loss is scaled: of 32,768 rows, V 2,000, they were 15% off
             raise TypeError("HeadLoss: its gradients do not fit fp16: take F.cross_entropy((x @ W.T).float(), ..), or bfloat16")
@@ -516,21 +516,21 @@ class HeadLoss(torch.autograd.Function):
             target, counts = targets[i:i + n, None], valid[i:i + n, None]                # (n, 1)
             top = logits.amax(-1, keepdim=True)
             own = logits.gather(1, target) - top                                         # the target's, at most 0
-            # loss = lse - own, lse = logsumexp(logits - top); p = (softmax(logits) - one-hot(target)) / count, 0 where it does not count.
+            share = counts.to(logits.dtype) / at_least_1                                 # 1 / count, or 0
+            # loss = lse - own, lse = logsumexp(logits - top); p = (softmax(logits) - one-hot(target)) * share = d loss / d logits.
             # Were top added back to both, rounding would put a loss of 1e-3 off by 0.1% at logits of 20.
             if torch.compiler.is_compiling():  # one kernel each, that reads logits; a scatter would write and read all of p in fp32
                 lse = (logits - top).exp_().sum(-1, keepdim=True).log_()
                 own_column = target.int() == torch.arange(len(weight), dtype=torch.int32, device=x.device)  # int64 would take twice as long
-                p = ((logits - top - lse).exp() - own_column.to(logits.dtype)) * (counts.to(logits.dtype) / at_least_1)
+                p = ((logits - top - lse).exp() - own_column.to(logits.dtype)) * share
             else:  # in place: no second n x V numbers, and each e^x once
                 p = logits.sub_(top).exp_()
                 total = p.sum(-1, keepdim=True)
                 lse = total.log()
-                share = counts.to(p.dtype) / at_least_1                                   # 1 / count, or 0
                 p = p.mul_(share / total).scatter_add_(1, target, -share) if grads else None
             loss = loss + (lse - own).masked_fill(~counts, 0).sum()
             if grads:
-                p = p.to(dtype)                                                          # d loss / d logits
+                p = p.to(dtype)
             if of_x:
                 torch.mm(p, w_, out=dx[i:i + n])
             if of_w:
