@@ -1076,15 +1076,15 @@ class MemoryAttention(nn.Module):
             x, memory = self.over_mean(q, m, memory)
         else:
             # Published: memory and window together hold at most mem_len positions; beyond it a window's early queries see fewer
-            new = None
+            rows, new = m, None
             if memory is not None:
                 past = last(memory, self.mem_len - m.size(1)).to(m.dtype)
+                n = past.size(1)
                 # A detached memory needs no gradient: on a CPU attention's backward pass then takes 0.63 to 0.82 of the time
-                new = m if past.size(1) and not memory.requires_grad else None
-                n, window = past.size(1), m
-                m = m.new_empty(m.size(0), n + m.size(1), m.size(2))                            # (B, M + T, d)
-                m[:, :n], m[:, n:] = past, window  # torch.cat would copy a view number by number on a GPU
-            x, memory = self.attend(q, m, new=new), last(m, self.mem_len)
+                new = m if n and not memory.requires_grad else None
+                rows = m.new_empty(m.size(0), n + m.size(1), m.size(2))                         # (B, n + T, d)
+                rows[:, :n], rows[:, n:] = past, m  # torch.cat would copy a view number by number on a GPU
+            x, memory = self.attend(q, rows, new=new), last(rows, self.mem_len)
         return x, memory
 
     def over_mean(self, q, m, memory):
