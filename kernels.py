@@ -1316,10 +1316,8 @@ def _backward_norm(ctx, dout, dnormed, dstats):
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     dnormed = torch.zeros_like(x) if dnormed is None else dnormed.contiguous()
     args = x, out, stats, dout, dnormed, alpha, weight, *ctx.how
-    if torch.is_grad_enabled() or dstats is not None:  # to be differentiated again, or the gradient of such a derivative
-        dx, dy, dalpha, dbeta, dweight, dshift = _norm_backward_torch(*args, dstats)
-    else:
-        dx, dy, dalpha, dbeta, dweight, dshift = _hadamard_norm_backward(*args)
+    again = torch.is_grad_enabled() or dstats is not None  # to be differentiated again, or the gradient of such a derivative
+    dx, dy, dalpha, dbeta, dweight, dshift = _norm_backward_torch(*args, dstats) if again else _hadamard_norm_backward(*args)
     return dx, dy, dalpha, dbeta, dweight, dshift if ctx.how[0] else None, None, None, None, None, None
 
 
