@@ -1511,9 +1511,9 @@ def machine(device="auto", dtype="auto"):
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))  # all wait for a save
     if dtype != "auto":
         m.all(True)  # joins the vote below: others may hold it, if --dtype or --resume was typed here alone; same() reports that later
-        m.note += f"; {dtype}, as set" + (", its products in TF32" if device.type == "cuda" and dtype == "float32" and has_bf16 else
-                                          ", but slow, as there are no instructions for it" if dtype == "bfloat16" and not has_bf16
-                                          and device.type != "mps" else "")
+        tf32 = dtype == "float32" and device.type == "cuda" and has_bf16
+        slow = dtype == "bfloat16" and device.type != "mps" and not has_bf16
+        m.note += f"; {dtype}, as set" + ", its products in TF32" * tf32 + ", but slow, as there are no instructions for it" * slow
     else:
         faster, why = has_bf16, ""
         if not has_bf16:
