@@ -1693,9 +1693,9 @@ def schedule_notes(s, first, before, say):
 
 def param_groups(model, weight_decay, decay="matrices"):
     "Every parameter in exactly one group: matrices decay, vectors (biases, norms, alpha, beta) do not; decay='all': they do too"
-    params = list(model.parameters())
-    return [dict(params=[p for p in params if p.dim() >= 2 or decay == "all"], weight_decay=weight_decay),
-            dict(params=[p for p in params if p.dim() < 2 and decay != "all"], weight_decay=0.0)]
+    decays = lambda p: p.dim() >= 2 or decay == "all"
+    return [dict(params=[p for p in model.parameters() if decays(p)], weight_decay=weight_decay),
+            dict(params=[p for p in model.parameters() if not decays(p)], weight_decay=0.0)]
 
 
 KINDS = dict(GPT=(GPT, GPTConfig), SHAQ=(SHAQ, SHAQConfig))  # of checkpoints
