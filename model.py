@@ -1278,7 +1278,7 @@ class SHAQ(nn.Module):
                 out.append(new.clone())
                 n = max_new_tokens + 1 - len(out)                       # this many one by one, with rings for memories
                 if self.config.memory == "mean":                        # the byte that closes a window is read as a prompt is
-                    n = min([n] + [self.config.mean_window - 1 - m[2].size(1) for _, m in state if m is not None])
+                    n = min([n] + [p - 1 - m[2].size(1) for _, m in state if m is not None])          # m = C, W, H
                 if n:
                     rings = self.rings(state, n)
                     one = None  # free the last window's graph first: with it goes its stream's cuBLAS workspace (torch 2.12 on)
@@ -1346,11 +1346,11 @@ class SHAQ(nn.Module):
         return 6 * weights + (8 * keys + 4 * new) * cfg.n_embd * len(cfg.attn_layers)
 
 
-def norms(tensors):
+def norms(ts):
     """2-norms, one a tensor. On a CPU row by row: PyTorch's norm of 38 million numbers in fp32 is 0.3% too small there, and half as fast"""
-    if tensors[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(tensors))
-    return torch.stack([torch.linalg.vector_norm(torch.linalg.vector_norm(t, dim=-1)) for t in tensors])
+    if ts[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(ts))
+    return torch.stack([torch.linalg.vector_norm(torch.linalg.vector_norm(t, dim=-1)) for t in ts])
 
 
 class LAMB(torch.optim.Optimizer):
@@ -1361,9 +1361,8 @@ class LAMB(torch.optim.Optimizer):
     def __init__(self, params, lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25):
         if not (lr >= 0 and eps > 0 and weight_decay >= 0 and all(0 <= b < 1 for b in betas)):
             raise ValueError(f"LAMB: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: expected lr >= 0, "
-                             f"betas in [0, 1), eps > 0, weight_decay >= 0")
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm,
-                                      min_trust=min_trust))
+                             "betas in [0, 1), eps > 0, weight_decay >= 0")
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm, min_trust=min_trust))
 
     @torch.no_grad()
     def step(self, closure=None):
