@@ -1732,8 +1732,9 @@ def load_checkpoint(path, kind=None):
         with torch.device("meta"):
             Model(Config(**ckpt["config"])).load_state_dict(dict(ckpt["model"]), assign=True)  # dict: assign would stay in its metadata
     except (TypeError, ValueError, RuntimeError) as e:  # an unknown setting, one that is refused, other parameters
-        raise ValueError(f"{path} was written by another version (commit: {(ckpt.get('versions') or {}).get('git') or 'not recorded'}): take that "
-                         f"one, or train anew ({textwrap.shorten(str(e), 300)})") from None
+        commit = (ckpt.get("versions") or {}).get("git") or "not recorded"
+        raise ValueError(f"{path} was written by another version (commit: {commit}): take that one, or train anew "
+                         f"({textwrap.shorten(str(e), 300)})") from None
     return ckpt | dict(written=written)
 
 
@@ -1762,13 +1763,14 @@ def main():
     from prepare_data import Parser, die, number, one_line
 
     parser = Parser(prog="model.py", description="Sample from a checkpoint of train_gpt.py or train_shaq.py.")
-    parser.add_argument("--ckpt", default="out/gpt/ckpt.pt", help="checkpoint file")
-    parser.add_argument("--prompt", default="\n", help="text to continue (default a line break); one that begins with a dash: --prompt=-x")
-    parser.add_argument("--tokens", type=number(int, 0), default=500, help="how many tokens to add")
-    parser.add_argument("--temperature", type=number(float, 0), default=0.8, help="0 takes the likeliest token each time")
-    parser.add_argument("--top_k", type=number(int, 0), default=50, help="draw from the k likeliest tokens only; 0: from all")
-    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="the same seed gives the same text")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run (auto: cuda where that is, else cpu)")
+    add = parser.add_argument
+    add("--ckpt", default="out/gpt/ckpt.pt", help="checkpoint file")
+    add("--prompt", default="\n", help="text to continue (default a line break); one that begins with a dash: --prompt=-x")
+    add("--tokens", type=number(int, 0), default=500, help="how many tokens to add")
+    add("--temperature", type=number(float, 0), default=0.8, help="0 takes the likeliest token each time")
+    add("--top_k", type=number(int, 0), default=50, help="draw from the k likeliest tokens only; 0: from all")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="the same seed gives the same text")
+    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run (auto: cuda where that is, else cpu)")
     args = parser.parse_args()
     if not args.prompt:
         die("--prompt is empty: give at least one character to continue")

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from kernels import hadamard_path, triton
-from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine, param_groups,
-                   peak_flops, sample_text, schedule_notes)
+from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine,
+                   param_groups, peak_flops, sample_text, schedule_notes)
 from prepare_data import (Parser, StopSignal, die, diverged, duration, flag01, number, one_line, report, run, shared_dataset, shorten,
                           start_log, unchanged, write_or_warn)
 

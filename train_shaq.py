@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from kernels import triton
-from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint, lr_at,
-                   machine, peak_flops, sample_text, schedule_notes)
+from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint,
+                   lr_at, machine, peak_flops, sample_text, schedule_notes)
 from prepare_data import (Parser, StopSignal, die, diverged, duration, flag01, number, one_line, report, run, shared_dataset, shorten,
                           start_log, unchanged, write_or_warn)
 
