@@ -108,8 +108,7 @@ def settle(typed, stored, m):
              max_minutes=0.0, paced=False, grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20,
              eval_windows="spread", seed=1337, compile=m.device.type == "cuda" and triton is not None)
     unchanged(typed, stored, FREE)
-    size = (stored | typed).get("size", s["size"])
-    s |= RECIPES.get(size, RECIPES["large"]) | stored | typed
+    s |= RECIPES.get((s | stored | typed)["size"], RECIPES["large"]) | stored | typed
     if "min_lr" in s and "min_lr" not in stored | typed:
         s["min_lr"] = min(s["min_lr"], s["lr"])  # nano's could be above a low --lr: the cosine would climb
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
