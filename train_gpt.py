@@ -258,6 +258,7 @@ def main():
     if len(data.val) <= T:
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: prepare more text, or lower --block_size")
     windows = Windows(data.train, T, B, s["seed"], m.device)
+    per_epoch = windows.count // B  # steps
 
     # model, optimiser
     model, optimizer = build(s, c, data, m)
@@ -296,9 +297,9 @@ def main():
     if c["attn"] != "mha" and other and not ckpt:
         say(f"note: in its paper DVA has one head and no feed-forward block; for that add {' '.join(other)}")
     shares = f"{m.world} processes x " if m.world > 1 else ""
-    say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.count // B:,} steps an epoch; "
+    say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {per_epoch:,} steps an epoch; "
         f"a step: {B} x {T} tokens = {shares}{accumulate} micro-batch{'es' * (accumulate > 1)} x {micro} sequences")
-    epochs = s["max_steps"] / (windows.count // B)
+    epochs = s["max_steps"] / per_epoch
     falls = "" if s["schedule"] == "constant" else f" -> {s['min_lr']:g}"
     say(f"{s['max_steps']} steps, {epochs:.3g} epochs, lr {s['lr']:g}{falls}, "
         f"{'compiled' if s['compile'] else 'not compiled'}{', steps as CUDA graphs' * update.on}"
@@ -306,7 +307,7 @@ def main():
         f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
     schedule_notes(s, first, ckpt and ckpt["settings"]["max_steps"], say)
     if epochs > 50 and not ckpt:
-        say(f"note: {epochs:.0f} epochs of so little text: validation loss will rise again; --max_steps={16 * (windows.count // B)} takes 16")
+        say(f"note: {epochs:.0f} epochs of so little text: validation loss will rise again; --max_steps={16 * per_epoch} takes 16")
 
     def save(step):
         "To be called on every rank: all wait until the file is written"
