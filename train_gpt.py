@@ -14,6 +14,7 @@ TORCH_ELASTIC_SHUTDOWN_TIMEOUT. In a step's line, norm is the gradient norm befo
 of the model's matrix products, by flops_per_token(), as a share of the device's peak, which is printed at the start.
 """
 import argparse
+import contextlib
 import os
 import time
 from dataclasses import asdict, fields
@@ -380,10 +381,8 @@ def main():
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
     m.leave()
     if m.rank == 0:
-        try:
+        with contextlib.suppress(SystemExit):  # no tokenizer: the reason is printed
             say("sample:" + sample_text(model, data.tokenizer, "\n", min(400, 4 * T), seed=s["seed"]))
-        except SystemExit:  # no tokenizer: the reason is printed
-            pass
         if saved:
             say(f"{path}: the model (python model.py --ckpt={quote(path)} --prompt=...); "
                 f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")

@@ -14,6 +14,7 @@ that --max_minutes has shortened stays shortened. Evaluations also save, spendin
 saves. best.pt is the checkpoint with the best validation loss.
 """
 import argparse
+import contextlib
 import math
 import os
 import time
@@ -369,10 +370,8 @@ def main():
         say(f"{data.name} has no test split: the best validation loss is the last word")
     m.leave()
     if m.rank == 0:
-        try:
+        with contextlib.suppress(SystemExit):  # no tokenizer: the reason is printed
             say("sample:" + sample_text(model, data.tokenizer, "\n", 400, seed=s["seed"]))
-        except SystemExit:  # no tokenizer: the reason is printed
-            pass
         show = best_path if best_there else path
         if saved or best_there:
             say(f"{show}: the model{' at its best validation loss' * best_there} (python model.py --ckpt={quote(show)} --prompt=...); "
