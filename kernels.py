@@ -1261,8 +1261,7 @@ def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head
     # a CPU's LayerNorm takes 16-bit rows with fp32 vectors, but returns the rows' dtype: too narrow if x's, that of normed, is wider
     as_it_is = not rms and out.device.type == "cpu" and torch.promote_types(x.dtype, out.dtype) == out.dtype
     y = out if as_it_is else out.to(wide)
-    weight = weight.to(wide)
-    shift = None if shift is None else shift.to(wide)
+    weight, shift = (v if v is None else v.to(wide) for v in (weight, shift))
     if not rms:
         normed, *stats = torch.native_layer_norm(y, y.shape[1:], weight, shift, eps)
         return out, normed.to(x.dtype), torch.stack([s[:, 0] for s in stats])
