@@ -1036,17 +1036,17 @@ class MemoryAttention(nn.Module):
     def attend(self, q, m, mask=None, new=None):
         """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d). Causal within the window; all see
         the whole memory. new (B, T, d), if given, repeats these T rows, and only they get a gradient"""
-        q, k, *new = (t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for t in (q, m, new) if t is not None)  # (B, h, T or S, d_h)
-        p = self.drop.p if self.training else 0.0
-        if new:
-            new += [self.drop(new[0])]
-            v = k
+        split = lambda t: t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)     # (B, h, T or S, d_h)
+        q, k, p = split(q), split(m), self.drop.p if self.training else 0.0
+        if new is None:
+            y = attention(q, k, self.drop(k), dropout=p, mask=mask)
+        else:
+            k_new = split(new)
+            v, v_new = k, self.drop(k_new)
             if p:  # of all rows: PyTorch's dropout of a part would read and write one number at a time on a GPU
                 v = self.drop(k.detach())
-                v[:, :, k.size(2) - q.size(2):] = new[1].detach()  # the window's as drawn above
-            y = attention(q, k, v, dropout=p, new=new)
-        else:
-            y = attention(q, k, self.drop(k), dropout=p, mask=mask)
+                v[:, :, k.size(2) - q.size(2):] = v_new.detach()  # the window's as drawn above
+            y = attention(q, k, v, dropout=p, new=(k_new, v_new))
         return y.transpose(1, 2).flatten(2)
 
     def forward(self, h, m, memory=None):
