@@ -1388,7 +1388,7 @@ def bench_scaling(args):
         rows.append({
             "variant": out, "paper {:.4f}": paper, "measured {:.4f}": s, "difference {:+.4f}": paper and s - paper,
             "standard error of the fit {:.4f}": error, "over seeds {:.4f}": over_seeds,
-            f"against {base} ± of the fit": None if out == base else with_error(*slope(compute, loss / of_base)[:2]),  # shared curvature cancels
+            f"against {base} ± of the fit": None if out == base else with_error(*slope(compute, loss / of_base)[:2]),  # curvature cancels
             f"against {base}, over seeds": None if out == base else with_error(*paired(slopes[out], slopes[base]))})
         record(args, variant=out, exponent=s, error=error, over_seeds=over_seeds, sizes=list(sizes))
     table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities and 6 N D, on other data", rows)
