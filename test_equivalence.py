@@ -1023,6 +1023,10 @@ def test_gpt_parameter_counts_are_the_papers(size):
 
 def test_gpt_dva_paper_and_nano_counts():
     assert params(**SIZES["gpt2_book"]) == 162_419_712 and params(**SIZES["dva_book"]) == 112_800_768
+    control = SIZES["gpt2_book"] | dict(n_layer=5)  # a GPT-2 as small as DVA
+    with torch.device("meta"):
+        flops = [GPT(GPTConfig(**size)).flops_per_token() for size in (SIZES["gpt2_book"], SIZES["dva_book"], control)]
+    assert params(**control) == 112_820_736 and [round(1 - f / flops[0], 3) for f in flops] == [0, 0.368, 0.408]
     assert (GPTConfig.block_size, GPTConfig.vocab_size, GPTConfig.dropout) == (1024, 50304, 0.0)  # of which SIZES says nothing
     assert {name: getattr(GPTConfig, name) for name in SIZES["tiny"]} == SIZES["tiny"]  # what a bare GPTConfig() makes
     assert all(1e6 <= params(**SIZES["nano"], vocab_size=256, attn_out=out) <= 3e6 for out in CHOICES["attn_out"])
