@@ -2022,7 +2022,7 @@ def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tenso
 
 # -----------------------------------------------------------------------------
 # Attention of one query, as in decoding: all work is to read keys and values once. PyTorch's kernels are made for many queries: on an H200
-# (2,048 sequences of up to 66 positions, 12 heads of 64, bf16) they take 129 to 194 us, where reading what is there would take some 45 on average.
+# (2,048 sequences of up to 66 positions, 12 heads of 64, bf16) they take 129 to 194 us, where reading what is there would take some 45.
 
 if triton is not None:
 
