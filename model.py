@@ -152,8 +152,9 @@ def kept(x, p, generator=None):
     return keep.view(x.shape).to(x.dtype)
 
 
-BLOCK_ROWS = 128  # four times as many on a GPU: fewer launches, and fewer additions to the gradients of k and v. On a CPU in 16 bits, where
-# each product copies k or v to a new layout, twice as many for wide heads: 0.6 to 0.8 of the time with matrix units, 0.94 to 1.07 without
+# Four times as many on a GPU: fewer launches, and fewer additions to the gradients of k and v. On a CPU in 16 bits, where each product copies
+# k or v to a new layout, twice as many for wide heads: 0.6 to 0.8 of the time with matrix units, 0.94 to 1.07 without
+BLOCK_ROWS = 128
 
 
 def query_blocks(q, k):
@@ -272,6 +273,16 @@ blocked_attention.register_autograd(attention_gradients, setup_context=save_atte
 blocked_attention_backward.register_autograd(_once("attention"))
 
 
+def plain_attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
+    "attention()'s definition, in plain operations: what every faster way there must agree with"
+    T, S = q.size(2), k.size(2)
+    scores = q @ k.mT * q.size(-1) ** -0.5                                               # (B, h, T, S)
+    if T > 1:
+        scores = scores.masked_fill(q.new_ones(T, S, dtype=torch.bool).triu(S - T + 1), -math.inf)
+    P = F.dropout((scores if mask is None else scores + mask).softmax(-1, dtype=scores.dtype), dropout)
+    return P @ v if q_r is None else (P * (q_r @ v.mT)) @ k_r                            # (B, h, T, width of v or k_r)
+
+
 def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     """softmax(q k^T / sqrt(w)) v, always causal, or given q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All are (B, h, T, w); v may
     have any width without q_r; k, v, k_r may hold S >= T positions, the last T being the queries' own. Returns (B, h, T, width of v or k_r), in
@@ -294,7 +305,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     T, S = q.size(2), k.size(2)
     _check_devices("attention", *(t for t in (q, k, v, q_r, k_r, *(new or ())) if t is not None))
     new = new if torch.is_grad_enabled() or dropout else None
-    # One of three ways. The third, the last five lines, is the definition; the others give the same result for less time or memory:
+    # One of three ways. The third is the definition; the others give the same result for less time or memory:
     # 1. Blocks of query rows, for T > 1: over a memory (T < S); on a CPU wherever way 2 is not taken; elsewhere if no flash kernel fits (heads
     #    above 256, the outer form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16, T 1024, one head of 768 with
     #    values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
@@ -302,6 +313,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     #    forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.5 to 1.7 at T = 256, 0.9 at 1024.
     #    On a GPU one query without gradients, as in decoding, takes the kernel of kernels.py instead.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block with dropout.
+    #    For T = 1, too, where heads are too wide for way 2: a fused kernel would have one multiprocessor read all of k and v.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
     if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
         flash = flash and q.size(-1) == v.size(-1)
@@ -325,11 +337,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         return one_query_attention(*(t.to(product_dtype(t)) for t in (q, k, v)), mask)
     if flash:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # compiled, T > 1 is no bool
-    scores = q @ k.mT * q.size(-1) ** -0.5  # (B, h, T, S). For T = 1, too: a fused kernel would have one multiprocessor read all of k and v
-    if T > 1:
-        scores = scores.masked_fill(q.new_ones(T, T, dtype=torch.bool).triu(1), -math.inf)
-    P = F.dropout((scores if mask is None else scores + mask).softmax(-1, dtype=scores.dtype), dropout)
-    return P @ v if q_r is None else (P * (q_r @ v.mT)) @ k_r
+    return plain_attention(q, k, v, q_r, k_r, dropout, mask)
 
 
 def up_to(pos, length, dtype):
@@ -371,6 +379,15 @@ class TurnedHeads(torch.autograd.Function):
         return rope_backward(parts, *ctx.saved_tensors), None, None, None                # (B, T, 3d or 5d)
 
 
+def extend(seen, new, at):
+    "Write new, a layer's keys or values, into its cache seen (B, h, length, any) -> what attention reads of it. at: see Attention.forward"
+    if isinstance(at, torch.Tensor):  # in a CUDA graph, where shapes are fixed: a mask hides the rest
+        seen[:, :, at] = new.to(seen.dtype)
+        return seen
+    seen[:, :, slice(*at)] = new.to(seen.dtype)
+    return seen[:, :, :at[1]]
+
+
 class Attention(nn.Module):
     """Multi-head attention with four alternatives to its output projection [1], or Dynamic Value Attention [2], whose values depend on the
     query too: query B gets the sum over keys A of S(B, A) v_R(B, A), S = softmax(Q K^T / sqrt(d_h)), causal. (In shapes B is the batch.)
@@ -379,6 +396,8 @@ class Attention(nn.Module):
                    sum_A S(B, A) (v(A) + q_R(B) * k_R(A)) = S V + Q_R * (S K_R)                one attention with values [V, K_R]
         dva_outer  v_R(B, A) = v(A) r(B, A), r(B, A) = q_R(B)^T k_R(A), a d x d matrix of rank one [2, eq. 3-5], so that
                    v(A) r(B, A) = (v(A) . q_R(B)) k_R(A), and the sum is (S * (Q_R V^T)) K_R   no d x d matrix for any pair
+
+    Rotary positions turn Q and K only; [2] has learned positions.
     """
 
     def __init__(self, config):
@@ -411,9 +430,7 @@ class Attention(nn.Module):
                   and (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None))  # torch.func takes rope() itself
         q, k, v, q_r = TurnedHeads.apply(qkv, *table, self.n_head) if turned else heads(qkv, table, self.n_head, d)
         if cache is not None:  # keys and values of all tokens so far
-            for seen, new in zip(cache, (k, v)):
-                seen[:, :, at if mask is not None else slice(*at)] = new.to(seen.dtype)
-            k, v = ((seen if mask is not None else seen[:, :, :at[1]]).to(q.dtype) for seen in cache)
+            k, v = (extend(seen, new, at).to(q.dtype) for seen, new in zip(cache, (k, v)))
         p = self.resid_dropout.p if self.training else 0.0
         if self.attn == "dva_outer":
             v, k_r = v.chunk(2, -1)
@@ -434,7 +451,8 @@ class Attention(nn.Module):
         elif self.attn_out == "head_hadamard":
             y = hadamard_affine(y, self.alpha, self.beta, self.order, heads_only=True)   # alpha * (Y (H_h (x) I) / sqrt(h)) + beta
         elif self.attn_out == "identity":
-            y = torch.addcmul(self.beta.to(y.dtype), y, self.alpha.to(y.dtype))          # alpha * Y + beta: the control without a mix
+            # alpha * Y + beta, the control without a mix: under autocast in 16 bits like any layer, while hadamard keeps alpha in fp32
+            y = torch.addcmul(self.beta.to(y.dtype), y, self.alpha.to(y.dtype))
         elif self.attn_out != "none":
             raise NotImplementedError(f"nothing computes attn_out={self.attn_out}")
         return self.resid_dropout(y)
@@ -681,7 +699,7 @@ class GPT(nn.Module):
         if not 0 <= c.dropout < 1:
             raise ValueError(f"dropout={c.dropout}: expected 0 to below 1")
         step = c.n_head * (2 if c.pos == "rope" else 1)  # rope turns pairs of channels
-        fits = lambda n: n % step == 0 and (c.attn_out != "hadamard" or _split_order(n) is not None)
+        fits = lambda n: n % step == 0 and (c.attn_out != "hadamard" or _split_order(n) or _split_order(c.n_head) and _split_order(n // c.n_head))
         if not fits(c.n_embd):
             near = [next(filter(fits, ns), None) for ns in (
                 range(c.n_embd // step * step, 0, -step), range(-(-c.n_embd // step) * step, 64 * (c.n_embd + step), step))]
@@ -716,7 +734,8 @@ class GPT(nn.Module):
                 if hasattr(part, "reset_parameters"):
                     part.reset_parameters()
             return
-        branch = (2 * self.config.n_layer) ** -0.5  # 2L branches add to the residual stream: each starts smaller
+        # 2L branches add to the residual stream, so each starts smaller; but a branch without W_O or alpha (dva, attn_out=none) does not
+        branch = (2 * self.config.n_layer) ** -0.5
         for name, p in self.named_parameters():
             if name.endswith(("beta", ".bias")):
                 p.zero_()
@@ -740,17 +759,17 @@ class GPT(nn.Module):
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
         T, x = idx.size(1), self.wte(idx)                                                # (B, T, d)
         if isinstance(pos, torch.Tensor):
-            at, places, mask = pos, pos, up_to(pos, cache[0][0].size(2), product_dtype(x))  # mask (1, positions)
+            rows, at, mask = pos, pos, up_to(pos, cache[0][0].size(2), product_dtype(x))  # mask (1, positions)
         else:
-            at, places, mask = slice(pos, pos + T), (pos, pos + T), None  # no slice for blocks: torch 2.11 would compile anew for each
+            rows, at, mask = slice(pos, pos + T), (pos, pos + T), None  # no slice for blocks: torch 2.11 would compile anew for each
             if pos + T > self.config.block_size:
                 raise ValueError(f"{pos + T} tokens, but block_size is {self.config.block_size}: crop idx, as generate() does")
         if self.wpe is not None:
-            x = x + self.wpe.weight[at]
-        table = (self.cos[at], self.sin[at]) if self.config.pos == "rope" else None
+            x = x + self.wpe.weight[rows]
+        table = (self.cos[rows], self.sin[rows]) if self.config.pos == "rope" else None
         x = self.drop(x)
         for i, block in enumerate(self.h):
-            x = block(x, table, cache[i] if cache is not None else None, places, mask)
+            x = block(x, table, cache[i] if cache is not None else None, at, mask)
         return self.ln_f(x)
 
     def forward(self, idx, targets=None, cache=None, pos=0):
@@ -1358,9 +1377,9 @@ class LAMB(torch.optim.Optimizer):
     Few launches (foreach, except one per tensor for its ratio), and the ratios stay on the device, so nothing waits for it."""
 
     def __init__(self, params, lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25):
-        if not (lr >= 0 and eps > 0 and weight_decay >= 0 and all(0 <= b < 1 for b in betas)):
-            raise ValueError(f"LAMB: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: expected lr >= 0, "
-                             "betas in [0, 1), eps > 0, weight_decay >= 0")
+        if not (lr >= 0 and eps > 0 and weight_decay >= 0 and max_norm > 0 and min_trust >= 0 and all(0 <= b < 1 for b in betas)):
+            raise ValueError(f"LAMB: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}, max_norm={max_norm}, "
+                             f"min_trust={min_trust}: expected lr, weight_decay, min_trust >= 0, betas in [0, 1), eps, max_norm > 0")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm, min_trust=min_trust))
 
     @torch.no_grad()
@@ -1627,10 +1646,11 @@ class Replayed:
         for group in self.optimizer.param_groups if self.whole else ():  # numbers would be recorded as they are now
             if not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(lr, device=device)
-                group |= dict(capturable=True) if "capturable" in group else {}
+                if "capturable" in group:
+                    group["capturable"] = True
         # with the same strides, or torch.compile would compile anew
         batch = each(batch, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t))
-        state = self.states.setdefault(kind_of_state, state and each(state, torch.clone))  # all windows' lengths share one
+        state = self.states.setdefault(kind_of_state, None if state is None else each(state, torch.clone))  # all windows' lengths share one
         figures = torch.empty(2, device=device)
 
         def work():

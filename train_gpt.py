@@ -39,7 +39,8 @@ RECIPES = {  # batch_tokens and lr are those of [1, table 2]; v1 gives none for 
     "small": dict(batch_tokens=2**18, micro_batch=16, lr=3e-4),
     "base": dict(batch_tokens=2**19, micro_batch=8, lr=2.5e-4),
     "large": dict(batch_tokens=2**20, micro_batch=8, lr=2e-4),
-    # DVA's experiment [2], by its book's recipe: 5 epochs of 1,512 steps of 2 windows; losses over 5 such batches of each split
+    # DVA's experiment [2], by the recipe of its book, as it gives none: 5 epochs of 1,512 steps of 2 windows (its table ends at 1,500); losses
+    # over 5 such batches of each split
     "dva_book": dict(dataset="warandpeace", batch_tokens=512, micro_batch=2, lr=4e-4, schedule="constant", warmup_steps=0,
                      betas=(0.9, 0.999), decay="all", grad_clip=0.0, max_steps=7560, eval_interval=100, eval_tokens=2560,
                      eval_windows="first", seed=123, dtype="float32"),
@@ -266,7 +267,7 @@ def main():
     c = asdict(model.config)
     if "hadamard" in c["attn_out"]:
         m.note += "; transform: " + hadamard_path(c["n_embd"], m.device, model.h[0].attn.order, c["attn_out"] == "head_hadamard")
-    s.setdefault("min_lr", s["lr"] / 10)
+    s.setdefault("min_lr", s["lr"] / 10)  # [1] names neither this nor the warm-up
     s.setdefault("warmup_steps", s["max_steps"] // 50)
     s.setdefault("eval_interval", max(1, s["max_steps"] // 20))
 

@@ -125,7 +125,7 @@ def build(s, c, data, m):
 
 
 def window_lengths(rng, bptt, n):
-    "As published: 95% of the windows are about bptt long, the others half that; at least 5, at most bptt"
+    "As published: 95% of the windows are about bptt long, the others half that; at least 5, at most bptt. A stream's end cuts its last one"
     mean = np.where(rng.random(n) < 0.95, bptt, bptt // 2)
     return np.clip(rng.normal(mean, 5).astype(int), 5, bptt)
 
@@ -147,15 +147,16 @@ def read(tokens, streams, length, at, T, device):
 def eval_streams(tokens, eval_tokens, streams):
     "-> (number of streams, at most the given, in which evaluate() reads a split; their length)"
     total = min(len(tokens) - 1, eval_tokens)
-    streams = min(streams, max(1, len(tokens) // 64))  # streams shorter than 64 tokens say little
-    if total < streams:
-        die(f"{total:,} tokens are too few to evaluate {streams} streams on: raise --eval_tokens, or prepare more text")
+    if total < 1:
+        die(f"{len(tokens):,} tokens are too few to evaluate on: prepare more text")
+    streams = min(streams, max(1, total // 64))  # streams shorter than 64 tokens say little
     return streams, total // streams
 
 
 def evaluate(model, tokens, eval_tokens, bptt, m, streams=16):
-    """The published evaluation: loss in nats per token over the split's first eval_tokens, read in order, state and memory carried over.
-    (The published code divides by one token per stream too many, which on enwik8's validation split lowers the loss by 3e-6.)"""
+    """The published evaluation: loss in nats per token over the split's first eval_tokens, cut into streams (16; 8 of the test split) that are
+    read in order side by side, each from an empty state; state and memory are carried over. (The published code divides by one token per
+    stream too many, which on enwik8's validation split lowers the loss by 3e-6.)"""
     streams, length = eval_streams(tokens, eval_tokens, streams)
     mine = range(m.rank, streams, m.world)  # empty, if there are more processes than streams
     state, nats = None, torch.zeros((), dtype=torch.float32 if m.device.type == "mps" else torch.float64, device=m.device)  # mps has no fp64
@@ -212,6 +213,7 @@ def main():
     if stage2:
         if typed.get("preset", stored["preset"]) != stored["preset"]:
             die(f"{stage2} is of --preset={stored['preset']}, and stage 2 goes on with its model: drop --preset={typed['preset']}")
+        # the warm-up stays as it was
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
         stored = {k: v for k, v in stored.items() if k not in {"min_lr", "eval_interval", *typed}}  # a new run: any flag may be typed
     s, c = settle(typed, stored, m)
