@@ -1158,7 +1158,9 @@ def test_gpt_impossible_settings_are_one_line():
         refuses(lambda: GPT(GPTConfig(**{**NANO, **config})), *words)
     for config in (dict(attn_out="dense"), dict(attn_out="head_hadamard"), dict(attn_out="hadamard", n_embd=60, n_head=6)):
         refuses(lambda: fold_hadamard(make(**config)), "fold_hadamard takes")
-    GPT(GPTConfig(**{**NANO, **dict(n_embd=400, n_head=20, attn_out="hadamard", pos="learned")}))  # 400 is no order, H_20 (x) H_20 is one
+    assert kernels._split_order(1360) is None  # but the layer's H_20 (x) H_68 exists
+    with torch.device("meta"):
+        assert hadamard_heads(GPT(GPTConfig(**{**NANO, **dict(n_embd=1360, n_head=20, attn_out="hadamard")})).config) == 20
     normed = make(attn_out="hadamard")  # the fold of g and v, as of a matrix, was no equal model
     nn.utils.parametrizations.weight_norm(normed.h[1].attn.c_attn)
     refuses(lambda: fold_hadamard(normed), "c_attn holds", "parametrizations.weight.original0", "expected weight and bias")
