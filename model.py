@@ -708,7 +708,7 @@ class GPT(nn.Module):
                              + f": take {' or '.join(str(n) for n in near if n) or 'another n_head'}")
         if c.attn_out == "head_hadamard":
             _check_order(c.n_head, "n_head")
-        if c.attn != "mha" and c.attn_out != "dense":
+        if c.attn != "mha" and c.attn_out not in ("dense", "none"):  # none is the truth, dense the default
             raise ValueError(f"attn={c.attn} has no output projection for attn_out={c.attn_out} to replace: drop one of the two")
         if c.init == "torch" and c.attn_out not in ("dense", "none"):
             raise ValueError(f"init=torch says nothing of attn_out={c.attn_out}'s alpha: take init=gpt2")
@@ -1664,7 +1664,8 @@ class Replayed:
         else:
             keep = [p.grad for p in keep if p.grad is not None]
         drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self.pool = self.pool or device.type == "cuda" and torch.cuda.graph_pool_handle() or None
+        if self.pool is None and device.type == "cuda":
+            self.pool = torch.cuda.graph_pool_handle()
         numbers = self.numbers()
         replay = captured(work, device, keep + tensors(state), self.pool)
         if self.numbers() != numbers:
@@ -1766,14 +1767,14 @@ def model_of(ckpt):
 
 
 def sample_text(model, tokenizer, prompt, n, temperature=0.8, top_k=50, seed=0):
-    "prompt and n tokens more, as text"
+    "prompt and n tokens more, as text; those of a GPT's padded vocabulary that stand for nothing are left out"
     from prepare_data import VOCAB_SIZE, decode, encode
 
     idx = torch.tensor([encode(tokenizer, prompt)], device=next(model.parameters()).device)
     with torch.inference_mode():
         out = model.generate(idx, n, temperature, top_k, generator=torch.Generator().manual_seed(seed))
     out = out[0] if isinstance(out, tuple) else out  # SHAQ also returns its state
-    text = decode(tokenizer, [i for i in out[0].tolist() if i < VOCAB_SIZE[tokenizer]])  # a GPT's vocabulary is padded
+    text = decode(tokenizer, [i for i in out[0].tolist() if i < VOCAB_SIZE[tokenizer]])
     # a model that has learnt little also draws what rings and clears a terminal
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text) if sys.stdout.isatty() else text
 

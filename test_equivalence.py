@@ -1156,6 +1156,7 @@ def test_gpt_impossible_settings_are_one_line():
                           (("n_head=3", "2 and 4"), dict(n_head=3, attn_out="head_hadamard")),
                           *((("of 1 or more",), {name: 0}) for name in NANO)):
         refuses(lambda: GPT(GPTConfig(**{**NANO, **config})), *words)
+    assert make(attn="dva", attn_out="none").num_params() == make(attn="dva").num_params()
     for config in (dict(attn_out="dense"), dict(attn_out="head_hadamard"), dict(attn_out="hadamard", n_embd=60, n_head=6)):
         refuses(lambda: fold_hadamard(make(**config)), "fold_hadamard takes")
     assert kernels._split_order(1360) is None  # but the layer's H_20 (x) H_68 exists

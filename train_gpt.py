@@ -111,7 +111,7 @@ def settle(typed, stored, m):
              eval_windows="spread", seed=1337, compile=m.device.type == "cuda" and triton is not None)
     unchanged(typed, stored, FREE)
     s |= RECIPES.get((s | stored | typed)["size"], RECIPES["large"]) | stored | typed
-    if "min_lr" in s and "min_lr" not in stored | typed:
+    if "min_lr" in s and "min_lr" not in (stored | typed):
         s["min_lr"] = min(s["min_lr"], s["lr"])  # nano's could be above a low --lr: the cosine would climb
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
         die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
