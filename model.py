@@ -699,7 +699,8 @@ class GPT(nn.Module):
         if not 0 <= c.dropout < 1:
             raise ValueError(f"dropout={c.dropout}: expected 0 to below 1")
         step = c.n_head * (2 if c.pos == "rope" else 1)  # rope turns pairs of channels
-        fits = lambda n: n % step == 0 and (c.attn_out != "hadamard" or _split_order(n) or _split_order(c.n_head) and _split_order(n // c.n_head))
+        fits = lambda n: n % step == 0 and (c.attn_out != "hadamard" or _split_order(n)
+                                            or _split_order(c.n_head) and _split_order(n // c.n_head))
         if not fits(c.n_embd):
             near = [next(filter(fits, ns), None) for ns in (
                 range(c.n_embd // step * step, 0, -step), range(-(-c.n_embd // step) * step, 64 * (c.n_embd + step), step))]
@@ -1027,6 +1028,32 @@ class QRNN(nn.Module):
         return h, (end, c)
 
 
+# On a CPU oneDNN runs the LSTM. Without AVX-512 it raises for 16 bits, so there the LSTM stays in fp32
+BF16_LSTM = not torch.backends.mkldnn.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class LSTM(nn.LSTM):
+    "nn.LSTM of one layer with QRNN's interface: its h and c are (1, B, d); here they are (B, d), so that streams are dimension 0 of all state"
+
+    def forward(self, x, state=None):
+        "x (B, T, d) -> h (B, T, d), state; state = h, c (B, d) each. compile() leaves it eager."
+        dtype = self.weight_hh_l0.dtype
+        if state and x.size(1) == 1 and not self.training:
+            # cuDNN, where it cannot keep 16-bit weights packed, would copy them each time
+            with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):
+                state = torch.lstm_cell(x[:, 0].to(dtype), [s.to(dtype) for s in state], *self.all_weights[0])
+            return state[0][:, None], state
+        state = state and tuple(s[None].to(dtype) for s in state)
+        # Under autocast of any dtype cuDNN's LSTM runs in fp16 and loses small gradients. So it gets fp32, with products in TF32, though
+        # cuDNN's fastest algorithm (persistent, with the weights on the chip) takes only fp16
+        wide = x.is_cuda or x.device.type == "cpu" and (not BF16_LSTM or product_dtype(x) == torch.float16)  # oneDNN trains none in fp16
+        with torch.autocast(x.device.type, enabled=False) if wide else contextlib.nullcontext():
+            h, state = super().forward(x.to(dtype) if wide else x, state)
+        # h is laid out as (T, B, d). Both norms that follow would copy it, and torch 2.13's compiled dropout may draw its numbers in another
+        # order than it reads h (pytorch/pytorch, issue 198333)
+        return h.contiguous(), tuple(s[0] for s in state)
+
+
 Ring = namedtuple("Ring", "rows n")  # what MemoryAttention.ring() makes of a memory: (B, length, d), an int64 (1,)
 
 
@@ -1167,19 +1194,15 @@ class Boom(nn.Module):
         return self.W2(x) if self.W2 is not None else x.unflatten(-1, (4, -1)).sum(dim=-2)
 
 
-# On a CPU oneDNN runs the LSTM. Without AVX-512 it raises for 16 bits, so there the LSTM stays in fp32
-BF16_LSTM = not torch.backends.mkldnn.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 class SHAQBlock(nn.Module):
     """Figure 2 (SHA-RNN) and figure 9 (SHAQ). Each residual leaves from the normalised stream, as published."""
 
     def __init__(self, config, attends):
         super().__init__()
         d = config.n_embd
-        self.residual, self.is_lstm = config.rnn_residual, config.rnn == "lstm"
+        self.residual = config.rnn_residual
         self.ln_start = nn.LayerNorm(d, eps=1e-12)
-        self.rnn = QRNN(config) if config.rnn == "qrnn" else nn.LSTM(d, d, batch_first=True)
+        self.rnn = QRNN(config) if config.rnn == "qrnn" else LSTM(d, d, batch_first=True)
         self.attn = self.ff = None
         if attends:
             self.ln_mem, self.ln_mid = nn.LayerNorm(d, eps=1e-12), nn.LayerNorm(d, eps=1e-12)
@@ -1189,29 +1212,11 @@ class SHAQBlock(nn.Module):
             self.ff = Boom(config)
         self.drop = Dropout(config.dropout)
 
-    def lstm(self, h, state):
-        """nn.LSTM, whose h and c are (1, B, d); ours are (B, d), so that streams are dimension 0 of all state."""
-        dtype = self.rnn.weight_hh_l0.dtype
-        if state and h.size(1) == 1 and not self.training and plain(self.rnn, nn.LSTM):
-            # cuDNN, where it cannot keep 16-bit weights packed, would copy them each time
-            with torch.autocast("cuda" if h.is_cuda else "cpu", enabled=False):
-                state = torch.lstm_cell(h[:, 0].to(dtype), [s.to(dtype) for s in state], *self.rnn.all_weights[0])
-            return state[0][:, None], state
-        state = state and tuple(s[None].to(dtype) for s in state)
-        # Under autocast of any dtype cuDNN's LSTM runs in fp16 and loses small gradients. So it gets fp32, with products in TF32, though
-        # cuDNN's fastest algorithm (persistent, with the weights on the chip) takes only fp16
-        wide = h.is_cuda or h.device.type == "cpu" and (not BF16_LSTM or product_dtype(h) == torch.float16)  # oneDNN trains none in fp16
-        with torch.autocast(h.device.type, enabled=False) if wide else contextlib.nullcontext():
-            x, state = self.rnn(h.to(dtype) if wide else h, state)
-        # x is laid out as (T, B, d). Both norms that follow would copy it, and torch 2.13's compiled dropout may draw its numbers in another
-        # order than it reads x (pytorch/pytorch, issue 198333)
-        return x.contiguous(), tuple(s[0] for s in state)
-
     def forward(self, h, state=None):
         """h (B, T, d), state (recurrent state, memory) or None -> h (B, T, d), state."""
         rnn_state, memory = state if state is not None else (None, None)
         h = self.ln_start(h)
-        x, rnn_state = (self.lstm if self.is_lstm else self.rnn)(h, rnn_state)
+        x, rnn_state = self.rnn(h, rnn_state)
         h = h + self.drop(x) if self.residual else self.drop(x)
         if self.attn is not None:
             m, h = self.ln_mem(h), self.ln_mid(h)
@@ -1335,7 +1340,7 @@ class SHAQ(nn.Module):
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         torch._dynamo.config.optimize_ddp = False  # or DDP cuts each block's code in two, though a block is about one of its buckets
         torch.fx.experimental._config.use_duck_shape = False  # or a window as long as a block is wide has its length fixed in the code
-        for part, method in ((MemoryAttention, "look"), (SHAQBlock, "lstm")):
+        for part, method in ((MemoryAttention, "look"), (LSTM, "forward")):
             if not getattr(getattr(part, method), "_torchdynamo_disable", False):
                 setattr(part, method, torch.compiler.disable(getattr(part, method)))
         for block in self.blocks:

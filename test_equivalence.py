@@ -709,7 +709,7 @@ def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypa
                   layer=model[:model.index("class MLP(")], GPT=model[:model.index("# SHA-RNN (Merity")],
                   LAMB="import torch\n" + of_model("def norms") + of_model("class LAMB"))
     source["block"] = (source["QRNN"] + source["memory"] + "import contextlib\nfrom dataclasses import dataclass\n" + "".join(map(of_model, (
-        "def plain(", "@dataclass\nclass SHAQConfig", "def each(", "def detach_state(", "class Boom", "BF16_LSTM", "class SHAQBlock"))))
+        "@dataclass\nclass SHAQConfig", "def each(", "def detach_state(", "class Boom", "BF16_LSTM", "class LSTM", "class SHAQBlock"))))
     (tmp_path / f"{part}_alone.py").write_text(source[part], encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     x, theirs = torch.randn(4, 96, requires_grad=True), kernels if part in ("matrix", "transform", "pool", "rope") else model_py
@@ -3368,7 +3368,7 @@ def test_shaq_blocks_are_figure_2_written_out(preset, more):
             x = block.ln_ff(x) + block.ff(block.ln_xff(x))
         out, ((h_last, c_last), memory) = block(h)
         torch.testing.assert_close(out, x)
-        assert torch.equal(h_last, hn[0] if block.is_lstm else hn) and torch.equal(c_last, cn[0] if block.is_lstm else cn)
+        assert torch.equal(h_last, hn) and torch.equal(c_last, cn)
         assert memory is m is None or preset == "mean_mem" or torch.equal(memory, m)
     block = tiny_shaq(preset, dropout=0.5, **more).blocks[0].train()
     assert (block(h)[0] == block.ln_start(h)).any() == (residual and block.ff is None)
@@ -3799,7 +3799,7 @@ def test_shaq_runs_under_bf16_autocast(preset):
             total += loss.item() / 3
         kept = model(idx, state=model_py.each(state, torch.Tensor.float))[1]             # as a run in fp32 leaves it
     assert loss.dtype == torch.float32 and abs(total - exact.item()) < 0.01
-    recurrent = torch.float32 if model.blocks[0].is_lstm and not model_py.BF16_LSTM else torch.bfloat16
+    recurrent = torch.float32 if model.config.rnn == "lstm" and not model_py.BF16_LSTM else torch.bfloat16
     assert all(s[0][0][0].dtype == recurrent for s in (state, kept))
     assert all(t.dtype == torch.bfloat16 for s in (state, kept) for t in tensors(s[2][1]))           # memory takes half the room
     assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -4296,23 +4296,23 @@ def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengt
 def test_shaq_lstm_takes_16_bit_state_and_stays_fp32_where_it_must(monkeypatch):
     block, x = tiny_shaq("sharnn").blocks[0], torch.randn(2, 5, 16).bfloat16()
     for mode, T in ((True, 5), (False, 5), (False, 1)):  # what it hands on: (T, B, d) in memory would be copied by each norm that follows
-        assert block.train(mode).lstm(x[:, :T].float(), None)[0].is_contiguous()
+        assert block.train(mode).rnn(x[:, :T].float(), None)[0].is_contiguous()
     state = tuple(torch.randn(2, 16).bfloat16() for _ in range(2))
-    wanted = block.lstm(x.float(), tuple(s.float() for s in state))
-    torch.testing.assert_close(block.lstm(x.float(), state), wanted)  # a run that began in bf16 goes on in fp32
+    wanted = block.rnn(x.float(), tuple(s.float() for s in state))
+    torch.testing.assert_close(block.rnn(x.float(), state), wanted)  # a run that began in bf16 goes on in fp32
     with torch.autocast("cpu", torch.bfloat16):
         for able in (False, True)[:1 + model_py.BF16_LSTM]:
             monkeypatch.setattr(model_py, "BF16_LSTM", able)
-            assert block.lstm(x, state)[0].dtype == (torch.bfloat16 if able else torch.float32)
-        torch.testing.assert_close(block.lstm(x[:, :1], state)[0], wanted[0][:, :1])  # one byte is read in fp32
-    mine = block.lstm(x.as_subclass(Cuda), state)
+            assert block.rnn(x, state)[0].dtype == (torch.bfloat16 if able else torch.float32)
+        torch.testing.assert_close(block.rnn(x[:, :1], state)[0], wanted[0][:, :1])  # one byte is read in fp32
+    mine = block.rnn(x.as_subclass(Cuda), state)
     torch.testing.assert_close(tuple(t.as_subclass(torch.Tensor) for t in (mine[0], *mine[1])), (wanted[0], *wanted[1]))
     with torch.autocast("cpu", torch.float16):  # which oneDNN's does not train in
-        block.lstm(x.float().requires_grad_(), state)[0].sum().backward()
+        block.rnn(x.float().requires_grad_(), state)[0].sum().backward()
     seen = []
     block.rnn.register_forward_hook(lambda *a: seen.append(1))
-    block.lstm(x[:, :1].float(), state)
-    assert seen == [1]  # one byte, but the layer itself is to be called
+    block.rnn(x[:, :1].float(), state)
+    assert seen == [1]
 
 
 def test_train_shaq_compiled_is_not_compiled(train_shaq_here, tmp_path, monkeypatch):
