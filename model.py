@@ -143,7 +143,7 @@ def product_dtype(x):
     return torch.get_autocast_dtype(device) if on and x.dtype != torch.float64 else x.dtype
 
 
-def kept(x, p, generator=None):
+def keep_mask(x, p, generator=None):
     "1 where dropout keeps x, with probability 1 - p, else 0: of x's shape, dtype and device"
     if x.device.type != "cpu" or not 0.01 < p < 0.99:  # 16 bits, below, hardly tell other p apart
         return x.new_empty(x.shape).bernoulli_(1 - p, generator=generator)
@@ -176,7 +176,7 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
         P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
         if dropout:  # the same again, should backward compute P anew
             generator = None if seed is None else torch.Generator(q.device).manual_seed(seed.item() + i)
-            P.copysign_(kept(P, dropout, generator).sub_(0.5))
+            P.copysign_(keep_mask(P, dropout, generator).sub_(0.5))
     return n, P
 
 
@@ -350,7 +350,7 @@ class Dropout(nn.Dropout):
     def forward(self, x):
         if not self.training or not 0 < self.p < 1 or x.device.type != "cpu" or torch.compiler.is_compiling():
             return super().forward(x)
-        return x * kept(x, self.p).mul_(1 / (1 - self.p))
+        return x * keep_mask(x, self.p).mul_(1 / (1 - self.p))
 
 
 def heads(qkv, table, n_head, d):

@@ -705,7 +705,7 @@ def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypa
                   memory="from collections import namedtuple\nfrom torch import nn\n" + attention + "".join(map(of_model, (
                       "def up_to(", "class Dropout", "def last(", "Ring", "class MemoryAttention"))),
                   QRNN=pool + "from torch import nn\n" + "".join(map(of_model, ("def product_dtype", "def last(", "class QRNN"))),
-                  Boom="import torch\nfrom torch import nn\n" + "".join(map(of_model, ("def kept(", "class Dropout", "class Boom"))),
+                  Boom="import torch\nfrom torch import nn\n" + "".join(map(of_model, ("def keep_mask(", "class Dropout", "class Boom"))),
                   layer=model[:model.index("class MLP(")], GPT=model[:model.index("# SHA-RNN (Merity")],
                   LAMB="import torch\n" + of_model("def norms") + of_model("class LAMB"))
     source["block"] = (source["QRNN"] + source["memory"] + "import contextlib\nfrom dataclasses import dataclass\n" + "".join(map(of_model, (
@@ -1091,8 +1091,8 @@ def test_gpt_dropout_by_many_draws_at_once_is_dropout(p, dtype):
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y)
     with torch.device("meta"):  # as torch.set_default_device would have it
         assert model_py.Dropout(p)(x).device.type == "cpu"
-    assert p or not model_py.kept(torch.ones(2 ** 22), 4e-6).all()  # drops 17: an outcome of 0 has probability 5e-8
-    there = model_py.kept(x.detach().as_subclass(Elsewhere), p)  # in attention on a GPU
+    assert p or not model_py.keep_mask(torch.ones(2 ** 22), 4e-6).all()  # drops 17: an outcome of 0 has probability 5e-8
+    there = model_py.keep_mask(x.detach().as_subclass(Elsewhere), p)  # in attention on a GPU
     assert abs((there == 0).double().mean() - p) <= 5 * (p * (1 - p) / x.numel()) ** 0.5
     assert there.dtype == dtype and ((there == 0) | (there == 1)).all()
     a, b, c = (torch.manual_seed(seed) and model_py.Dropout(p)(x) for seed in (1, 1, 2))
@@ -3408,7 +3408,7 @@ def test_shaq_memory_that_is_cut_from_its_graph_gets_no_gradient_and_changes_no_
     "Its gradient is not computed, two of the backward pass's four products but for the window; in a graph it is"
     attn, results = memory_attention(n_head=2, mem_len=9, dropout=dropout).train(), []
     with unittest.mock.patch.object(model_py, "attention", side_effect=attention) as asked, \
-            unittest.mock.patch.object(model_py, "kept", lambda x, *a: (torch.arange(x.size(-1)) % 3 > 0).to(x.dtype).repeat(*x.shape[:-1], 1)):
+            unittest.mock.patch.object(model_py, "keep_mask", lambda x, *a: (torch.arange(x.size(-1)) % 3 > 0).to(x.dtype).repeat(*x.shape[:-1], 1)):
         for cut in (True, False):
             torch.manual_seed(2)
             h, m, memory = (torch.randn(2, n, 16, dtype=torch.float64, requires_grad=True) for n in (T, T, 8))
@@ -3565,9 +3565,9 @@ def test_shaq_windows_cut_anywhere_give_one_sequence(preset):
 
 def test_shaq_folded_gates_are_exact_under_dropout(monkeypatch):
     """Folded gates under dropout give what gated keys and values give under the same masks."""
-    attn, drawn, kept = memory_attention(n_head=2, dropout=0.4).train(), [], model_py.kept
+    attn, drawn, kept = memory_attention(n_head=2, dropout=0.4).train(), [], model_py.keep_mask
     h, m, memory = (torch.randn(2, T, 16, dtype=torch.float64) for T in (3, 3, 5))
-    monkeypatch.setattr(model_py, "kept", lambda *a: drawn.append(kept(*a)) or drawn[-1].clone())
+    monkeypatch.setattr(model_py, "keep_mask", lambda *a: drawn.append(kept(*a)) or drawn[-1].clone())
     out, _ = attn(h, m, memory)
     q, own, rows, weights = (t / 0.6 for t in drawn)        # own, rows: of v by heads, the window's and all, where the former count
     masks = iter((q, torch.cat((rows[:, :, :5], own), 2).transpose(1, 2).flatten(2), weights.view(2, 2, 3, 8)))
