@@ -1606,7 +1606,8 @@ class Replayed:
         self.update, self.optimizer, self.on, self.whole = update, optimizer, on, whole
         if whole and optimizer and len({float(group["lr"]) for group in optimizer.param_groups}) > 1:
             raise ValueError("the groups' learning rates differ, and each step sets one for all: let __call__ multiply it by each group's own")
-        self.steps, self.states, self.pool = {}, {}, None
+        self.warm, self.graphs = set(), {}  # the shapes of steps that ran once, and of those that are recorded
+        self.states, self.pool = {}, None
 
     def __call__(self, batch, state, lr=None):
         for group in self.optimizer.param_groups if self.whole else ():
@@ -1618,22 +1619,22 @@ class Replayed:
             return self.update(batch, state)
         device, kinds = tensors(batch)[0].device, [[(t.shape, t.dtype) for t in tensors(x)] for x in (batch, state)]
         key = str(kinds)
-        if self.steps.get(key, False) is None:
+        if key not in self.graphs and key not in self.warm:
+            with beside(device):
+                figures, after = self.update(batch, state)
+            if kinds[1] == [(t.shape, t.dtype) for t in tensors(after)]:
+                self.warm.add(key)
+            return figures, after
+        if key not in self.graphs:
             try:
-                self.steps[key] = self.record(batch, state, lr, str(kinds[1]))
+                self.graphs[key] = self.record(batch, state, lr, str(kinds[1]))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as e:  # no fallback: the GPU's random generator would no longer draw outside a graph
                 if isinstance(e.__context__, torch.OutOfMemoryError):  # then ending the graph failed, too
                     raise e.__context__
                 raise RuntimeError(f"a step could not be recorded as a CUDA graph: --compile=0 goes without one. {e}") from e
-        if key not in self.steps:
-            with beside(device):
-                figures, after = self.update(batch, state)
-            if kinds[1] == [(t.shape, t.dtype) for t in tensors(after)]:
-                self.steps[key] = None
-            return figures, after
-        replay, batch_here, state_here, figures = self.steps[key]
+        replay, batch_here, state_here, figures = self.graphs[key]
         for here, new in zip(tensors((batch_here, state_here)), tensors((batch, state))):
             if here is not new:
                 here.copy_(new)
