@@ -106,7 +106,7 @@ def _paley(m):
     chi = torch.full((q,), -1, dtype=torch.int8, device="cpu")  # quadratic character mod q: 0 at 0, +1 at squares, -1 elsewhere
     chi[torch.arange(1, q, device="cpu") ** 2 % q] = 1
     chi[0] = 0
-    i = torch.arange(q, device="cpu")
+    i = torch.arange(q, dtype=torch.int32, device="cpu")
     if second:  # q = 1 mod 4: C = [[0, 1], [1, chi(i-j)]] is symmetric, and so is H = C (x) [[1,1],[1,-1]] + I (x) [[1,-1],[-1,-1]]
         C = chi.new_ones(q + 1, q + 1)
         C[0, 0] = 0
