@@ -3908,9 +3908,12 @@ def test_train_shaq_evaluation_by_hand(monkeypatch):
     assert sums[2] == 0 and sum(sums) / 180 == pytest.approx(found)
     cut, read = [], train_shaq.read  # a stream is of 64 tokens or more, if there are so many to read
     monkeypatch.setattr(train_shaq, "read", lambda tokens, mine, length, *a: cut.append((len(mine), length)) or read(tokens, mine, length, *a))
-    for n, most in ((200, 2**62), (63, 2**62), (2000, 2**62), (2000, 16)):
+    for n, most in ((200, 2**62), (63, 2**62), (2000, 2**62), (2000, 64), (2000, 127)):
         train_shaq.evaluate(m, np.zeros(n, int), most, 999, cpu)
-    assert cut == [(3, 66), (1, 62), (16, 124), (1, 16)]
+    assert cut == [(3, 66), (1, 62), (16, 124), (1, 64), (1, 127)]
+    for n, most in ((2000, 63), (1, 2**62)):
+        with pytest.raises(SystemExit):
+            train_shaq.eval_streams(np.zeros(n, int), most, 16)
 
 
 def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_shaq_here, tmp_path, monkeypatch):
@@ -4131,9 +4134,7 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     ended(train_shaq_here("--max_steps=0"))  # the best is this run's, though there was another's
     assert losses(records(tmp_path / "out"))[1].keys() == {0}
     assert torch.load(tmp_path / "out/best.pt", weights_only=True)["config"]["n_embd"] == 16
-    with monkeypatch.context() as patch:  # before the run that is there makes way
-        patch.setattr(train_shaq, "shared_dataset", lambda *a, real=pd.shared_dataset: replace(real(*a), val=[1]))
-        one_line(train_shaq_here(), "1 tokens are too few to evaluate on")
+    one_line(train_shaq_here("--eval_tokens=10"), "10 tokens", "--eval_tokens")  # before the run that is there makes way
     assert losses(records(tmp_path / "out"))[1].keys() == {0}
     for flag in ("--n_embd=32", "--batch=4", "--bptt=9", "--lr=1", "--seed=2", "--preset=sharnn", "--mem_len=99", "--optimizer=adamw", "--dropout=0",
                  "--weight_decay=1", "--grad_clip=9", "--schedule=constant", "--warmup_steps=9", "--min_lr=1", "--dataset=other"):
@@ -4315,7 +4316,7 @@ def test_shaq_lstm_takes_16_bit_state_and_stays_fp32_where_it_must(monkeypatch):
     seen = []
     block.rnn.register_forward_hook(lambda *a: seen.append(1))
     block.rnn(x[:, :1].float(), state)
-    assert seen == [1]
+    assert seen == [1]  # one byte, too
 
 
 def test_train_shaq_compiled_is_not_compiled(train_shaq_here, tmp_path, monkeypatch):

@@ -147,9 +147,9 @@ def read(tokens, streams, length, at, T, device):
 def eval_streams(tokens, eval_tokens, streams):
     "-> (number of streams, at most the given, in which evaluate() reads a split; their length)"
     total = min(len(tokens) - 1, eval_tokens)
-    if total < 1:
-        die(f"{len(tokens):,} tokens are too few to evaluate on: prepare more text")
-    streams = min(streams, max(1, total // 64))  # streams shorter than 64 tokens say little
+    if total < max(1, min(64, len(tokens) - 1)):  # streams shorter than 64 tokens say little
+        die(f"{total:,} tokens are too few to evaluate on: raise --eval_tokens to 64 or more, or prepare more text")
+    streams = min(streams, max(1, total // 64))
     return streams, total // streams
 
 
