@@ -1540,9 +1540,9 @@ def records(folder, what):
     ("logs", dict(nargs="+", metavar="FILE", help="log.jsonl files of the training scripts instead: bits per byte against training time")),
     ("format", dict(choices=["png", "svg"], default="png", help="of the figures' files"))))
 def bench_plot(args):
-    """The papers' figures from out/bench/*.jsonl: loss against steps, FLOPs and time; loss against compute with fits; speed-up over batch
-    and length; decoding throughput against batch; bits per byte against time for SHA-RNN's ablations. The papers' points are hollow. Needs
-    matplotlib."""
+    """The papers' figures from out/bench/*.jsonl: loss against steps, FLOPs and time; loss against compute with fits, and relative to
+    the first variant's; speed-up over batch and length; decoding throughput against batch; bits per byte against time for SHA-RNN's
+    ablations. The papers' points are hollow. Needs matplotlib."""
     figures = dict(compare=plot_compare, scaling=plot_scaling, prefill=plot_heatmap, decode=plot_decode)
     try:
         import matplotlib
@@ -1653,27 +1653,40 @@ def plot_compare(plt, rows):
 
 
 def plot_scaling(plt, rows):
-    "Loss against compute, log-log, each variant's fit; the paper's three sizes beside it, on their own data"
+    "Loss against compute, log-log, with fits; the paper's three sizes, on their own data; both relative to the first variant's, in percent"
     if not any("exponent" in r for r in rows):  # interrupted: its last size may lack rates or seeds
         rows = [r for r in rows if r["size"] != rows[-1]["size"]]
     rows = [r for r in rows if "val_loss" in r]
     if not rows:
         return
-    fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for i, out in enumerate(dict.fromkeys(r["variant"] for r in rows)):
-        measured = loss_against_compute(at_best_rate([r for r in rows if r["variant"] == out]))
+    fig, axes = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
+    best = {out: at_best_rate([r for r in rows if r["variant"] == out]) for out in dict.fromkeys(r["variant"] for r in rows)}
+    base = next(iter(best))
+    for i, (out, runs) in enumerate(best.items()):
         paper = tuple(zip(*paper_points(out))) if out in OUTS[:2] else ((), ())
-        for ax, (x, y), fill in ((axes[0], measured, COLORS[i]), (axes[1], paper, "none")):
+        for ax, (x, y), fill in ((axes[0], loss_against_compute(runs), COLORS[i]), (axes[1], paper, "none")):
             if len(x) > 1:
                 s, _, a = slope(x, y)
                 ax.loglog(x, y, **style(i) | dict(mfc=fill, ls="", label=f"{out}, loss ~ FLOPs^{s:.3f}"))
                 ax.loglog(x, np.exp(s * np.log(x) + a), color=COLORS[i], lw=1)
+        if i:
+            of_base = {z: np.array([r["val_loss"] for r in mine]) / [r["val_loss"] for r in best[base][z]] for z, mine in runs.items()}
+            axes[2].errorbar(loss_against_compute(runs)[0], [100 * (r.mean() - 1) for r in of_base.values()], label=out, capsize=4, lw=1,
+                             yerr=[100 * (standard_error(r) or 0) for r in of_base.values()], **style(i))
+            if paper[0] and base == "dense":
+                axes[2].plot(paper[0], [100 * (y / b - 1) for y, (_, b) in zip(paper[1], paper_points(base))], label=f"{out}, paper",
+                             **style(i) | dict(mfc="none"), lw=1)
     for ax, title, flops, b in ((axes[0], f"measured, {rows[0]['dataset']}", "FLOPs", rows[0].get("bytes_per_token")),
                                 (axes[1], "paper", "FLOPs (6 N D)", None)):
         ax.set(xlabel=flops, ylabel=f"validation loss, {nats(b)}", title=title)
         ax.yaxis.set(major_locator=plt.MaxNLocator(6), major_formatter="{x:.2f}", minor_formatter="")  # else from 1 to 2 only the ends
         ax.xaxis.set_minor_formatter("")
         ax.legend()
+    axes[2].axhline(0, color=COLORS[0])
+    axes[2].set(xscale="log", xlabel="FLOPs", ylabel=f"loss relative to {base}'s, %\n(mean and standard error over seeds)",
+                title=f"both, relative to {base}")
+    if len(best) > 1:
+        axes[2].legend()
     yield "scaling", fig
 
 

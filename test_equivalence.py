@@ -6499,10 +6499,15 @@ def test_bench_plot_draws_what_the_records_say(capsys):
             for c, lr, v in ((1, 0.1, 4), (1, 0.1, 6), (1, 0.2, 3), (1, 0.2, 8), (9, 0.2, 2), (81, 0.1, 7))]
     (_, fig), = bench.plot_scaling(plt, runs)  # interrupted in the last size, whose better rate may be still to come
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[1, 5], [9, 2]] and not [*bench.plot_scaling(plt, runs[-1:])]
-    (_, fig), = bench.plot_scaling(plt, [*runs[:-1], dict(variant="dense", exponent=-0.4), runs[0] | dict(variant="identity")])
+    others = [r | dict(variant="hadamard", val_loss=v) for r, v in zip(runs, (3, 6))]
+    (_, fig), = bench.plot_scaling(plt, [*runs[:-1], dict(variant="dense", exponent=-0.4), *others])
     assert fig.axes[0].lines[0].get_xydata().tolist() == [[1, 5], [9, 2]]  # at the better rate of each size
     assert fig.axes[0].lines[0].get_label() == f"dense, loss ~ FLOPs^{math.log(2 / 5, 9):.3f}"
-    assert [ax.get_ylabel() for ax in fig.axes] == ["validation loss, nats per byte", "validation loss, nats per token"]
+    assert [ax.get_ylabel() for ax in fig.axes[:2]] == ["validation loss, nats per byte", "validation loss, nats per token"]
+    (paper,) = (line.get_ydata().tolist() for line in fig.axes[2].lines if line.get_label() == "hadamard, paper")
+    assert fig.axes[2].containers[0][0].get_ydata().tolist() == [-12.5]
+    assert paper == pytest.approx([100 * (math.log(h) / math.log(d) - 1) for _, d, h in bench.PERPLEXITY.values()])
+    assert fig.axes[2].collections[0].get_segments()[0][:, 1].tolist() == pytest.approx([-25, 0])  # 3 of 4 and 6 of 6, in pairs
     assert fig.axes[1].lines[0].get_xydata().tolist() == [[c, math.log(p)] for c, p, _ in bench.PERPLEXITY.values()]
     (_, fig), = bench.plot_heatmap(plt, [dict(size="nano", compiled=False, batch=b, T=t, variant=o, gain=b / t * bench.OUTS.index(o))
                                          for b, t, o in itertools.product((1, 2), (4, 8), bench.OUTS) if (b, t, o) != (2, 8, "identity")])
