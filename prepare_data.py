@@ -697,10 +697,11 @@ def download(url, part, resume=True):
                     raise
                 problem = getattr(e, "reason", None) or e
             if have <= furthest:  # no further than before: give up; otherwise ask for the rest at once
-                if not have:
-                    os.remove(part)
-                die(f"cannot download {url} ({problem}); {'type the same command to resume, or ' * bool(have and resume)}{remedy}")
+                break
             furthest = have
+    if not have:
+        os.remove(part)  # closed by now: Windows removes no open file
+    die(f"cannot download {url} ({problem}); {'type the same command to resume, or ' * bool(have and resume)}{remedy}")
 
 
 def fetch(name, folder, url, copy=None):
