@@ -798,13 +798,16 @@ def prepare_fineweb(folder, name, url, shards):
             if url.startswith("file:") or not os.path.exists(path):
                 used = download(f"{url}/{shard}", f"{path}.{mirror}.part")
             again = f"another folder: --from_file FOLDER, whose {shard} is whole" if url.startswith("file:") else "the same command again"
-            try:
+            t, count = None, 0
+            with contextlib.suppress(SystemExit):  # the reason is printed
                 t = Tokens([used], vocab, again)
                 size[split] += sum(int(lengths[t[i:i + 2**22]].sum()) for i in range(0, len(t), 2**22))
-            except SystemExit:
+                count = len(t)
+            del t  # Windows neither removes nor renames a file that is mapped
+            if not count:
                 os.remove(used)
-                raise
-            tokens[split] += len(t)
+                raise SystemExit(1)
+            tokens[split] += count
             sha256[shard] = hashlib.sha256(np.memmap(used, np.uint8, "r")).hexdigest()
             if used != path:
                 if os.path.exists(path):

@@ -4632,6 +4632,22 @@ def server(body, ranges=True, cut=(), pause=lambda: None, length=True, part=None
 
 
 @pytest.fixture
+def as_on_windows(monkeypatch):
+    "Files that are open or mapped can be neither removed nor renamed"
+    def closed(f):
+        def call(path, *to):
+            names = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+            names += [line.split(maxsplit=5)[-1].rstrip() for line in open("/proc/self/maps")]
+            assert os.path.realpath(path) not in names, f"{path} is in use"
+            return f(path, *to)
+        return call
+
+    if os.path.exists("/proc/self/maps"):
+        for name in ("remove", "replace"):
+            monkeypatch.setattr(os, name, closed(getattr(os, name)))
+
+
+@pytest.fixture
 def corpus(tmp_path, monkeypatch):
     """A random text that stands for enwik8, and its zip file, packed, with size and checksum put in enwik8's place. main(flags..) prepares it
     in data; a download is kept as zip, until it is whole as part"""
@@ -4832,6 +4848,7 @@ def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys, monkeypa
           hashlib.sha256(text[:-1]).hexdigest())
 
 
+@pytest.mark.usefixtures("as_on_windows")
 def test_data_no_network_names_the_ways_out(corpus, capsys, monkeypatch):
     fails(capsys, corpus.main, "refused", "--url", "--from_file")
     with monkeypatch.context() as patch:
@@ -5370,6 +5387,7 @@ def test_data_own_text_in_gpt2_tokens(engine, request, tmp_path, capsys):
     assert engine == "toy" or d.train[:4].tolist() == [15496, 995, 15496, 995]  # as OpenAI's encoder has them
 
 
+@pytest.mark.usefixtures("as_on_windows")
 def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, monkeypatch):
     shards, data = tmp_path / "shards", str(tmp_path / "data")
     shards.mkdir()
@@ -5410,7 +5428,7 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
     assert not os.path.exists(f"{data}1/fineweb10B/meta.json")  # it would describe what one shard is no longer
     (tmp_path / "val").rename(shards / "fineweb_val_000000.bin")
     bad = shards / "fineweb_train_000002.bin"
-    os.remove(f"{data}/fineweb10B/{bad.name}")
+    Path(f"{data}/fineweb10B/{bad.name}").unlink()
     fails(capsys, lambda: pd.load_dataset("fineweb10B", data), "does not exist", "python prepare_data.py fineweb10B")
     for damage in (lambda: bad.write_bytes(bad.read_bytes()[:-2]), lambda: write(bad, [1, 50257], 65536), bad.unlink):
         damage()
