@@ -1805,7 +1805,7 @@ def main():
         ckpt = load_checkpoint(args.ckpt)
         model = model_of(ckpt).to(m.device)
     model = model.collapse() if ckpt["kind"] == "SHAQ" else model  # its value gates are constants by now
-    prompt = os.fsencode(args.prompt).decode(errors="replace")  # what was typed may be no UTF-8
+    prompt = args.prompt.encode(errors="surrogateescape").decode(errors="replace")  # what was typed may be no text
     print(sample_text(model, ckpt["data"]["tokenizer"], prompt, args.tokens, args.temperature, args.top_k, args.seed))
 
 
