@@ -5,7 +5,8 @@ The models of three papers. Every variant is a flag, tested right next to the ma
                                       attn     = mha | dva | dva_outer                                [2]
     SHAQ    one attention head over LSTMs or quasi-recurrent nets with a memory; SHAQ_PRESETS holds every ablation   [3]
 
-Below them: LAMB, [3]'s optimiser, and what the training scripts share, from the choice of a device to loading a checkpoint.
+Between them: what computes attention, dropout and the loss in less time or memory than their definitions take, and sampling. Below them: LAMB,
+[3]'s optimiser, and what the training scripts share, from the choice of a device to loading a checkpoint.
 Importing this file needs only torch and kernels.py; running it also needs prepare_data.py.
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "        samples from a trained model
 
@@ -103,12 +104,6 @@ def hadamard_heads(config):
 # GPT: parts
 
 
-def plain(module, *kinds):
-    "Whether module is of one of kinds, and nobody hung a hook or another forward on it: only then may its formula stand in for its call"
-    return type(module) in kinds and "forward" not in module.__dict__ and not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
-
-
 def make_norm(config):
     return nn.RMSNorm(config.n_embd, eps=1e-5) if config.norm == "rmsnorm" else nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
 
@@ -136,213 +131,14 @@ def rope(x, cos, sin):
     return y.flatten(-2).to(x.dtype)
 
 
-def product_dtype(x):
-    "The dtype that a matrix product of x is computed in: autocast's, where that is on"
-    device = x.device.type
-    on = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on and x.dtype != torch.float64 else x.dtype
-
-
-def keep_mask(x, p, generator=None):
-    "1 where dropout keeps x, with probability 1 - p, else 0: of x's shape, dtype and device"
-    if x.device.type != "cpu" or not 0.01 < p < 0.99:  # 16 bits, below, hardly tell other p apart
-        return x.new_empty(x.shape).bernoulli_(1 - p, generator=generator)
-    bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64, device="cpu").random_(-2**63, None, generator=generator)  # 64 bits make 4 x 16
-    keep = bits.view(torch.int16)[:x.numel()].ge_(round(p * 2**16) - 2**15)  # in place: 7 times as fast as to bool
-    return keep.view(x.shape).to(x.dtype)
-
-
-# Four times as many on a GPU: fewer launches, and fewer additions to the gradients of k and v. On a CPU in 16 bits, where each product copies
-# k or v to a new layout, twice as many for wide heads: 0.6 to 0.8 of the time with matrix units, 0.94 to 1.07 without
-BLOCK_ROWS = 128
-
-
-def query_blocks(q, k):
-    "[(first row, end)] of each block. All but the last end at a multiple of 8 keys: a GPU's fast 16-bit products want 16-byte multiples"
-    T = q.size(1)
-    step = BLOCK_ROWS * (4 if q.device.type != "cpu" else 2 if q.element_size() == 2 and q.size(-1) > 64 else 1)
-    edges = [0, *range(step - (k.size(1) - T) % 8, T, step), T]
-    return list(zip(edges, edges[1:]))
-
-
-def causal_weights(q, k, i, e, dropout, seed, P=None):
-    """For query rows i to e: n, the number of keys the last row sees, and P = softmax(q k^T / sqrt(w)), causal, (N, e - i, n), computed unless
-    given. Weights that dropout drops are stored negated: P.relu() has those that stay, P.abs() all."""
-    n = e + k.size(1) - q.size(1)  # the queries are the last of all positions
-    if P is None:
-        scores = torch.bmm(q[:, i:e] * q.size(-1) ** -0.5, k[:, :n].mT)  # (N, e - i, n)
-        later = q.new_full((e - i, e - i), -math.inf).triu_(1)
-        scores[:, :, n - (e - i):].tril_().add_(later)  # a later key's score, even a NaN: 0, then -inf; twice as fast as masked_fill_ on a CPU
-        P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
-        if dropout:  # the same again, should backward compute P anew
-            generator = None if seed is None else torch.Generator(q.device).manual_seed(seed.item() + i)
-            P.copysign_(keep_mask(P, dropout, generator).sub_(0.5))
-    return n, P
-
-
-def empty_attention(q, k, q_r, v, k_r, keys, values, seed, dropout, keep):
-    k = k if keys is None else keys
-    Ps = [q.new_empty(q.size(0), e - i, e + k.size(1) - q.size(1)) for i, e in query_blocks(q, k)] if keep else []
-    return q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), Ps
-
-
-def empty_gradients(g, q, k, q_r, v, k_r, keys, values, seed, dropout, Ps):
-    dk, dv = (torch.empty_like(t) if keys is None else t.new_empty(t.shape) for t in (k, v))
-    return [torch.empty_like(q), dk, dv] + ([] if q_r is None else [torch.empty_like(q_r), torch.empty_like(k_r)])
-
-
-@_operator("blocked_attention", empty_attention)
-def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor, k_r: torch.Tensor | None,
-                      keys: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None, dropout: float,
-                      keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T. With
-    P = softmax(q k^T / sqrt(w)), causal, and its dropout:
-        q_r is None    out = P v                         v of any width
-        else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
-    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). keys, values (N, S, as k and v): optional,
-    without q_r; they replace k and v, which then are just their last rows, the only ones to get a gradient. seed: dropout's, () int64 on the
-    CPU, drawn by the caller so that a repeated forward pass gets the same one; None: no dropout, or the GPU's generator. keep: return each
-    block's P as the second output, for the backward pass; otherwise that recomputes it, and memory is linear in T. In 16 bits scores are
-    rounded, where PyTorch's fused operator keeps fp32: errors are 2 times as large if scores have standard deviation 1, 7 times if 9."""
-    k, v = (k, v) if keys is None else (keys, values)
-    out, Ps = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), []
-    for i, e in query_blocks(q, k):
-        n, P = causal_weights(q, k, i, e, dropout, seed)                                 # P: (N, e - i, n)
-        Ps += [P] if keep else []
-        W = P.relu() if dropout else P
-        W = W if q_r is None else torch.bmm(q_r[:, i:e], v[:, :n].mT).mul_(W)
-        torch.mul(torch.bmm(W, (v if q_r is None else k_r)[:, :n]), 1 / (1 - dropout), out=out[:, i:e])
-    return out, Ps
-
-
-@_operator("blocked_attention_backward", empty_gradients)
-def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor,
-                               k_r: torch.Tensor | None, keys: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None,
-                               dropout: float, Ps: list[torch.Tensor]) -> list[torch.Tensor]:
-    "g (N, T, width of out), out's gradient -> those of q, k, v, and of q_r, k_r if given"
-    new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # MPS keeps NaN if beta=0 (pytorch/pytorch, issue 194442)
-    own = k.size(1)
-    k, v = (k, v) if keys is None else (keys, values)
-    past = (k.size(1) - own) // 8 * 8  # earlier rows get no gradient; up to 7 get one in vain: products want multiples of 8, see above
-    dq, dk, dv = map(new, (q, k[:, past:], v[:, past:]))
-    if q_r is not None:
-        dq_r, dk_r = new(q_r), new(k_r)
-    scale, blocks = 1 / (1 - dropout), query_blocks(q, k)  # all gradients are linear in g: its scale, dropout's, is left to the last products
-    for (i, e), P in reversed(list(zip(blocks, Ps or [None] * len(blocks)))):
-        beta = int(e < q.size(1))  # 0: overwrite, 1: add. The last block, which sees all keys, comes first and overwrites
-        n, P = causal_weights(q, k, i, e, dropout, seed, P)
-        W = P.relu() if dropout else P                                                   # (N, e - i, n), as are G, dWG, dG, dP
-        if q_r is None:
-            dv[:, :n - past].baddbmm_(W[:, :, past:].mT, g[:, i:e], beta=beta, alpha=scale)
-            dP = torch.bmm(g[:, i:e], v[:, :n].mT)
-        else:
-            G = torch.bmm(q_r[:, i:e], v[:, :n].mT)                                      # Q_R V^T: the output is (W * G) K_R
-            dWG = torch.bmm(g[:, i:e], k_r[:, :n].mT)
-            dk_r[:, :n].baddbmm_((W * G).mT, g[:, i:e], beta=beta, alpha=scale)
-            dG = dWG * W
-            dq_r[:, i:e].baddbmm_(dG, v[:, :n], beta=0, alpha=scale)
-            dv[:, :n].baddbmm_(dG.mT, q_r[:, i:e], beta=beta, alpha=scale)
-            dP = dWG.mul_(G)
-        if dropout:
-            dP, P = torch.ops.aten.threshold_backward(dP, P, 0), P.abs()                 # 0 where P is negative
-        dscores = torch._softmax_backward_data(dP, P, -1, P.dtype)  # P * (dP - sum over keys of P * dP), in one pass
-        dq[:, i:e].baddbmm_(dscores, k[:, :n], beta=0, alpha=scale * q.size(-1) ** -0.5)
-        dk[:, :n - past].baddbmm_(dscores[:, :, past:].mT, q[:, i:e], beta=beta, alpha=scale * q.size(-1) ** -0.5)
-    if keys is not None:
-        dk, dv = (t[:, t.size(1) - own:].contiguous() for t in (dk, dv))
-    return [dq, dk, dv] + ([] if q_r is None else [dq_r, dk_r])
-
-
-def save_attention(ctx, inputs, output):
-    *tensors, ctx.dropout, _ = inputs
-    ctx.set_materialize_grads(False)  # no zeros for Ps, which nothing differentiates
-    ctx.save_for_backward(*tensors, *output[1])
-
-
-def attention_gradients(ctx, g, _):
-    if g is None:
-        return (None,) * 10
-    q, k, q_r, v, k_r, keys, values, seed, *Ps = ctx.saved_tensors
-    with torch._C._DisableAutocast():  # may be on though it was off in forward, and would cast some products
-        dq, dk, dv, *more = blocked_attention_backward(g, q, k, q_r, v, k_r, keys, values, seed, ctx.dropout, Ps)
-    dq_r, dk_r = more or (None, None)
-    return dq, dk, dq_r, dv, dk_r, None, None, None, None, None
-
-
-blocked_attention.register_autograd(attention_gradients, setup_context=save_attention)
-blocked_attention_backward.register_autograd(_once("attention"))
-
-
 def plain_attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
-    "attention()'s definition, in plain operations: what every faster way there must agree with"
+    "The definition of attention(), which stands below GPT, in plain operations: what every faster way there must agree with"
     T, S = q.size(2), k.size(2)
     scores = q @ k.mT * q.size(-1) ** -0.5                                               # (B, h, T, S)
     if T > 1:
         scores = scores.masked_fill(q.new_ones(T, S, dtype=torch.bool).triu(S - T + 1), -math.inf)
     P = F.dropout((scores if mask is None else scores + mask).softmax(-1, dtype=scores.dtype), dropout)
     return P @ v if q_r is None else (P * (q_r @ v.mT)) @ k_r                            # (B, h, T, width of v or k_r)
-
-
-def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
-    """softmax(q k^T / sqrt(w)) v, always causal, or given q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All are (B, h, T, w); v may
-    have any width without q_r; k, v, k_r may hold S >= T positions, the last T being the queries' own. Returns (B, h, T, width of v or k_r), in
-    autocast's dtype if that is on. A single query (T = 1) may have a mask (1, S) in q's dtype: 0 where it may look, -inf elsewhere.
-    new = (k', v') repeats the last rows of k and v; only these get a gradient, for a memory that needs none; not with q_r or mask.
-    dropout is always applied: pass 0 in evaluation. ValueError for other shapes. Way 1 below is differentiable once, in reverse mode."""
-    if not 0 <= dropout < 1:
-        raise ValueError(f"attention: dropout={dropout}: expected 0 to below 1")
-    fits = (q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3)
-            and q.size(2) <= k.size(2) == v.size(2)
-            and (mask is None or mask.is_floating_point() and (q.size(2), *mask.shape) == (1, 1, k.size(2)))
-            and (q_r is None) == (k_r is None) and (q_r is None or (q_r.shape, k_r.shape, v.shape) == (q.shape, k.shape, k.shape))
-            and (new is None or q_r is mask is None and q.size(2) <= new[0].size(2) == new[1].size(2) <= k.size(2)
-                 and all((*a.shape[:2], *a.shape[3:]) == (*b.shape[:2], *b.shape[3:]) for a, b in zip(new, (k, v)))))
-    if not fits:
-        given = dict(q=q, k=k, v=v, q_r=q_r, k_r=k_r, mask=mask) | dict(zip(("k'", "v'"), new or ()))
-        raise ValueError("attention: expected q (B, h, T, w), k (B, h, S, w), v (B, h, S, any), S >= T; with q_r and k_r those like q and "
-                         "k, v like k; a mask goes with one query, (1, S) of floats; new without these, as k and v but for S; got "
-                         + ", ".join(f"{n} {tuple(t.shape)}" for n, t in given.items() if t is not None))
-    T, S = q.size(2), k.size(2)
-    _check_devices("attention", *(t for t in (q, k, v, q_r, k_r, *(new or ())) if t is not None))
-    new = new if torch.is_grad_enabled() or dropout else None
-    # One of three ways. The third is the definition; the others give the same result for less time or memory:
-    # 1. Blocks of query rows, for T > 1: over a memory (T < S); on a CPU wherever way 2 is not taken; elsewhere if no flash kernel fits (heads
-    #    above 256, the outer form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16, T 1024, one head of 768 with
-    #    values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
-    # 2. PyTorch's fused operator, for heads up to 256. On a CPU, for T > 1, any width, but v as wide as q, and no gradients or dropout:
-    #    forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.5 to 1.7 at T = 256, 0.9 at 1024.
-    #    On a GPU one query without gradients, as in decoding, takes the kernel of kernels.py instead.
-    # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block with dropout.
-    #    For T = 1, too, where heads are too wide for way 2: a fused kernel would have one multiprocessor read all of k and v.
-    flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
-    if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
-        flash = flash and q.size(-1) == v.size(-1)
-    if T > 1 and q.device.type == "cpu":
-        flash = q_r is None and q.size(-1) == v.size(-1) and not dropout and not torch.is_grad_enabled()
-    if new is not None or T > 1 and (T < S or not flash and (q.device.type == "cpu" or T > v.size(-1))):
-        _reverse_mode_only("attention")
-        (k_new, v_new), memory = ((k, v), (None, None)) if new is None else (new, (k.detach(), v.detach()))
-        # autocast's dtype, as PyTorch's operator does
-        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k_new, q_r, v_new, k_r, *memory)]
-        # Keep P if it is at most twice as large as q, k, v and the output together: on a CPU 1.1 to 1.3 times as fast, both passes. Not when
-        # compiled: the list of blocks would fix T in the code. Always in a CUDA graph, as only the GPU's generator draws anew at each replay,
-        # and so over a memory on a GPU, where steps must draw the same with and without a graph
-        keep = not torch.compiler.is_compiling() and (
-            S <= 4 * (q.size(-1) + v.size(-1)) or q.is_cuda and (T < S or torch.cuda.is_current_stream_capturing()))
-        # with and without gradients alike: reentrant checkpointing runs forward once in each way
-        seed = torch.randint(2**40, (), device="cpu") if dropout and not (keep and q.is_cuda) else None
-        return blocked_attention(*flat, seed, dropout, keep and torch.is_grad_enabled())[0].unflatten(0, q.shape[:2])
-    if flash and T == 1 and q.is_cuda and not dropout and not torch.is_grad_enabled():
-        _reverse_mode_only("attention")
-        return one_query_attention(*(t.to(product_dtype(t)) for t in (q, k, v)), mask)
-    if flash:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # compiled, T > 1 is no bool
-    return plain_attention(q, k, v, q_r, k_r, dropout, mask)
-
-
-def up_to(pos, length, dtype):
-    "attention()'s mask (1, length) for a query at pos, an int64 tensor (1,): later positions do not count"
-    return torch.where(torch.arange(length, device=pos.device) <= pos, 0.0, -math.inf).to(dtype)[None]
 
 
 class Dropout(nn.Dropout):
@@ -386,6 +182,11 @@ def extend(seen, new, at):
         return seen
     seen[:, :, slice(*at)] = new.to(seen.dtype)
     return seen[:, :, :at[1]]
+
+
+def up_to(pos, length, dtype):
+    "attention()'s mask (1, length) for a query at pos, an int64 tensor (1,): later positions do not count"
+    return torch.where(torch.arange(length, device=pos.device) <= pos, 0.0, -math.inf).to(dtype)[None]
 
 
 class Attention(nn.Module):
@@ -480,6 +281,13 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(x))
 
 
+
+def plain(module, *kinds):
+    "Whether module is of one of kinds, and nobody hung a hook or another forward on it: only then may its formula stand in for its call"
+    return type(module) in kinds and "forward" not in module.__dict__ and not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -500,185 +308,6 @@ class Block(nn.Module):
             x = x + self.attn(self.ln_1(x), table, cache, at, mask)
             n = norm(x)
         return x + self.mlp(n)
-
-
-HEAD_LOGITS = 2**26  # that exist at a time, on a GPU four times as many; a global, as torch.compile cannot read a Function's attribute
-
-
-class HeadLoss(torch.autograd.Function):
-    """Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> scalar, fp32 or wider. Targets of -100
-    do not count, as in F.cross_entropy. grads: whether backward may follow, which forward itself cannot see. Not for fp16 with gradients.
-
-    Takes x in slices of rows and computes each slice's gradients along with its logits: at most HEAD_LOGITS of the N x V logits exist at a
-    time. The plain way keeps all, twice in 16 bits and twice in fp32: 40 GB for 65,536 tokens of GPT-2's vocabulary."""
-    @staticmethod
-    def forward(ctx, x, weight, targets, grads):
-        if x.dim() != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:  # one target would count for all rows
-            raise ValueError(f"HeadLoss: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: expected (N, d), "
-                             "(V, d), (N,)")
-        dtype = product_dtype(x)
-        n = max(1, HEAD_LOGITS * (1 if x.device.type == "cpu" else 4) // len(weight))    # rows of a slice
-        x_, w_, valid = x.to(dtype), weight.to(dtype), targets != -100
-        targets, count = targets.masked_fill(~valid, 0), valid.sum()
-        at_least_1 = count.clamp(min=1)  # where no target counts the loss is nan and the gradients are 0
-        of_x, of_w = (grads and needed for needed in ctx.needs_input_grad[:2])
-        grads = of_x or of_w
-        if grads and dtype == torch.float16:  # made before the loss is scaled: of 32,768 rows, V 2,000, they were 15% off
-            raise TypeError("HeadLoss: its gradients do not fit fp16: take F.cross_entropy((x @ W.T).float(), ..), or bfloat16")
-        dx = torch.empty_like(x_) if of_x else None
-        loss, dw = 0.0, None
-        for i in range(0, max(1, len(x)), n):  # once for no rows, too, which have a dw of zeros
-            rows = x_[i:i + n]                                                           # (n, d)
-            logits = rows @ w_.T                                                         # (n, V)
-            logits = logits if dtype == torch.float64 else logits.float()
-            target, counts = targets[i:i + n, None], valid[i:i + n, None]                # (n, 1)
-            top = logits.amax(-1, keepdim=True)
-            own = logits.gather(1, target) - top                                         # the target's, at most 0
-            share = counts.to(logits.dtype) / at_least_1                                 # 1 / count, or 0
-            # loss = lse - own, lse = logsumexp(logits - top); p = (softmax(logits) - one-hot(target)) * share = d loss / d logits.
-            # Were top added back to both, rounding would put a loss of 1e-3 off by 0.1% at logits of 20.
-            if torch.compiler.is_compiling():  # one kernel each, that reads logits; a scatter would write and read all of p in fp32
-                lse = (logits - top).exp_().sum(-1, keepdim=True).log_()
-                own_column = target.int() == torch.arange(len(weight), dtype=torch.int32, device=x.device)  # int64 would take twice as long
-                p = ((logits - top - lse).exp() - own_column.to(logits.dtype)) * share
-            else:  # in place: no second n x V numbers, and each e^x once
-                p = logits.sub_(top).exp_()
-                total = p.sum(-1, keepdim=True)
-                lse = total.log()
-                p = p.mul_(share / total).scatter_add_(1, target, -share) if grads else None
-            loss = loss + (lse - own).masked_fill(~counts, 0).sum()
-            if grads:
-                p = p.to(dtype)
-            if of_x:
-                torch.mm(p, w_, out=dx[i:i + n])
-            if of_w:
-                part = (p.T @ rows).to(logits.dtype)                                     # of several slices summed in fp32
-                dw = part if dw is None else dw.add_(part)
-            del logits, p  # or they would live beside the next slice's
-        if grads:
-            ctx.save_for_backward(dx, dw)
-            ctx.dtypes = x.dtype, weight.dtype
-        return loss / count
-
-    @staticmethod
-    def backward(ctx, g):
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # once_differentiable would let a gradient pass for a constant
-            raise NotImplementedError("HeadLoss is differentiable once, and create_graph=True asks for more: take F.cross_entropy(x @ W.T, ..)")
-        if not (saved := ctx.saved_tensors):  # read once, as checkpointing wants
-            raise RuntimeError("HeadLoss: grads=False promised that no backward pass would follow: pass torch.is_grad_enabled()")
-        dx, dw = saved
-        one = False
-        if g.device.type == "cpu" and not torch.compiler.is_compiling():
-            with contextlib.suppress(RuntimeError):  # a fake tensor's, or under vmap
-                one = g.item() == 1  # as is usual; it spares a pass over all of dw
-        dx, dw = ((t if t is None or one else t.to(torch.promote_types(t.dtype, torch.float32)) * g) for t in (dx, dw))
-        return *(t if t is None else t.to(dtype) for t, dtype in zip((dx, dw), ctx.dtypes)), None, None
-
-
-# -----------------------------------------------------------------------------
-# What GPT and SHAQ share: the loss, counts, evaluation, sampling
-
-
-def cross_entropy(logits, targets):
-    "Mean over targets (B, T) that are not -100, in nats, of logits (B, T, V); in fp32 or wider"
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), targets.flatten().long())
-
-
-def breakdown(model, parts):
-    "{part: parameters}. parts: {word: part}; a parameter belongs to the first whose word is in its name, StopIteration if none is"
-    counts = dict.fromkeys(parts.values(), 0)
-    for name, p in model.named_parameters():
-        counts[next(part for word, part in parts.items() if word in name)] += p.numel()
-    return {part: n for part, n in counts.items() if n}
-
-
-@contextlib.contextmanager
-def evaluating(model):
-    "Neither dropout nor gradients inside; each part's mode comes back, also after an error"
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-def sample(logits, temperature, top_k, u):
-    """Draw one token per row of logits (B, V) with u (B, 1), uniform in [0, 1) -> (B, 1). top_k: only from the k likeliest and ties with the
-    last of them. In fp64, so that the draw does not depend on a sum's last bits; on the CPU for Apple's GPUs, which have no fp64."""
-    if not 0 <= temperature < math.inf or (top_k or 0) < 0:
-        raise ValueError(f"temperature={temperature}, top_k={top_k}: expected a finite temperature >= 0 and top_k >= 0")
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    device, logits = logits.device, logits.to(u.device).double()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the likeliest stays at 0, however small the temperature
-    if top_k:
-        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    cdf = logits.softmax(-1).cumsum(-1)
-    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=logits.size(-1) - 1).to(device)
-
-
-def draws(n, temperature, idx, generator):
-    """sample()'s u for n tokens, (n, B, 1), drawn at once: drawing each when needed would make a GPU wait for the CPU at every token.
-    Zeros, not drawn, at temperature 0. Without a generator it makes one: sampling must not change a training run by the global one."""
-    generator = generator or torch.Generator().manual_seed(1337)
-    if n < 0 or idx.dim() != 2 or not idx.size(1):
-        raise ValueError(f"{n} tokens after a prompt of shape {tuple(idx.shape)}: expected 0 or more after 1 or more, (B, T)")
-    u = torch.zeros(n, len(idx), 1, dtype=torch.float64, device=generator.device)
-    return (u.uniform_(generator=generator) if temperature else u).to(idx.device if idx.is_cuda else "cpu")
-
-
-@lru_cache(None)
-def side_stream(device, step):
-    """The stream to record graphs on. Training steps have their own: from torch 2.12 on, a graph that is freed takes its stream's cuBLAS
-    workspace with it, though other graphs recorded there still use it (pytorch/pytorch, issue 193402)"""
-    return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def beside(device):
-    """On a GPU, run the body on the stream where captured() records training steps: autograd has to add to a gradient on the stream
-    where it first did"""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        now, side = torch.cuda.current_stream(), side_stream(torch.cuda.current_device(), True)
-        side.wait_stream(now)
-        with torch.cuda.stream(side):
-            yield
-        now.wait_stream(side)
-
-
-def captured(work, device, keep=(), pool=None):
-    """Record work() as one CUDA graph -> a function that replays it; on other devices, work itself. work takes no arguments and leaves its
-    results in tensors that stay where they are. It must run once before it is recorded: the tensors in keep are restored afterwards.
-    pool: the memory that all graphs of training steps share (torch.cuda.graph_pool_handle())."""
-    if device.type != "cuda":
-        return work
-    with torch.cuda.device(device):
-        # detached: autograd adds up a parameter's gradient on the stream of its first use, and this one is not recorded
-        before, side = [t.detach().clone() for t in keep], side_stream(torch.cuda.current_device(), pool is not None)
-        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        try:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                work()
-            torch.cuda.current_stream().wait_stream(side)
-            gc.collect()  # collecting a graph or a Triton kernel while this records would end the recording (pytorch/pytorch, issue 161037)
-            gc.disable()
-            # records, runs nothing; another thread, such as one that pins a DataLoader's batches, may go on with what it does
-            with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
-                work()
-        finally:
-            if collects:
-                gc.enable()
-            for t, b in zip(keep, before):
-                t.detach().copy_(b)
-    return graph.replay
 
 
 # -----------------------------------------------------------------------------
@@ -902,6 +531,384 @@ def fold_hadamard(model):
             # rows of a Linear's weight are its outputs: it holds W_V^T, and (W_V H)^T = H W_V^T, as H is symmetric
             v.copy_((H @ v.cpu().double().view(c.n_head, d_h, -1)).view_as(v))
     return folded
+
+
+# -----------------------------------------------------------------------------
+# What computes attention and dropout, in less time or memory than their definitions take
+
+
+def product_dtype(x):
+    "The dtype that a matrix product of x is computed in: autocast's, where that is on"
+    device = x.device.type
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on and x.dtype != torch.float64 else x.dtype
+
+
+def keep_mask(x, p, generator=None):
+    "1 where dropout keeps x, with probability 1 - p, else 0: of x's shape, dtype and device"
+    if x.device.type != "cpu" or not 0.01 < p < 0.99:  # 16 bits, below, hardly tell other p apart
+        return x.new_empty(x.shape).bernoulli_(1 - p, generator=generator)
+    bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64, device="cpu").random_(-2**63, None, generator=generator)  # 64 bits make 4 x 16
+    keep = bits.view(torch.int16)[:x.numel()].ge_(round(p * 2**16) - 2**15)  # in place: 7 times as fast as to bool
+    return keep.view(x.shape).to(x.dtype)
+
+
+# Four times as many on a GPU: fewer launches, and fewer additions to the gradients of k and v. On a CPU in 16 bits, where each product copies
+# k or v to a new layout, twice as many for wide heads: 0.6 to 0.8 of the time with matrix units, 0.94 to 1.07 without
+BLOCK_ROWS = 128
+
+
+def query_blocks(q, k):
+    "[(first row, end)] of each block. All but the last end at a multiple of 8 keys: a GPU's fast 16-bit products want 16-byte multiples"
+    T = q.size(1)
+    step = BLOCK_ROWS * (4 if q.device.type != "cpu" else 2 if q.element_size() == 2 and q.size(-1) > 64 else 1)
+    edges = [0, *range(step - (k.size(1) - T) % 8, T, step), T]
+    return list(zip(edges, edges[1:]))
+
+
+def causal_weights(q, k, i, e, dropout, seed, P=None):
+    """For query rows i to e: n, the number of keys the last row sees, and P = softmax(q k^T / sqrt(w)), causal, (N, e - i, n), computed unless
+    given. Weights that dropout drops are stored negated: P.relu() has those that stay, P.abs() all."""
+    n = e + k.size(1) - q.size(1)  # the queries are the last of all positions
+    if P is None:
+        scores = torch.bmm(q[:, i:e] * q.size(-1) ** -0.5, k[:, :n].mT)  # (N, e - i, n)
+        later = q.new_full((e - i, e - i), -math.inf).triu_(1)
+        scores[:, :, n - (e - i):].tril_().add_(later)  # a later key's score, even a NaN: 0, then -inf; twice as fast as masked_fill_ on a CPU
+        P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
+        if dropout:  # the same again, should backward compute P anew
+            generator = None if seed is None else torch.Generator(q.device).manual_seed(seed.item() + i)
+            P.copysign_(keep_mask(P, dropout, generator).sub_(0.5))
+    return n, P
+
+
+def empty_attention(q, k, q_r, v, k_r, keys, values, seed, dropout, keep):
+    k = k if keys is None else keys
+    Ps = [q.new_empty(q.size(0), e - i, e + k.size(1) - q.size(1)) for i, e in query_blocks(q, k)] if keep else []
+    return q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), Ps
+
+
+def empty_gradients(g, q, k, q_r, v, k_r, keys, values, seed, dropout, Ps):
+    dk, dv = (torch.empty_like(t) if keys is None else t.new_empty(t.shape) for t in (k, v))
+    return [torch.empty_like(q), dk, dv] + ([] if q_r is None else [torch.empty_like(q_r), torch.empty_like(k_r)])
+
+
+@_operator("blocked_attention", empty_attention)
+def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor, k_r: torch.Tensor | None,
+                      keys: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None, dropout: float,
+                      keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T. With
+    P = softmax(q k^T / sqrt(w)), causal, and its dropout:
+        q_r is None    out = P v                         v of any width
+        else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
+    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). keys, values (N, S, as k and v): optional,
+    without q_r; they replace k and v, which then are just their last rows, the only ones to get a gradient. seed: dropout's, () int64 on the
+    CPU, drawn by the caller so that a repeated forward pass gets the same one; None: no dropout, or the GPU's generator. keep: return each
+    block's P as the second output, for the backward pass; otherwise that recomputes it, and memory is linear in T. In 16 bits scores are
+    rounded, where PyTorch's fused operator keeps fp32: errors are 2 times as large if scores have standard deviation 1, 7 times if 9."""
+    k, v = (k, v) if keys is None else (keys, values)
+    out, Ps = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), []
+    for i, e in query_blocks(q, k):
+        n, P = causal_weights(q, k, i, e, dropout, seed)                                 # P: (N, e - i, n)
+        Ps += [P] if keep else []
+        W = P.relu() if dropout else P
+        W = W if q_r is None else torch.bmm(q_r[:, i:e], v[:, :n].mT).mul_(W)
+        torch.mul(torch.bmm(W, (v if q_r is None else k_r)[:, :n]), 1 / (1 - dropout), out=out[:, i:e])
+    return out, Ps
+
+
+@_operator("blocked_attention_backward", empty_gradients)
+def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor,
+                               k_r: torch.Tensor | None, keys: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None,
+                               dropout: float, Ps: list[torch.Tensor]) -> list[torch.Tensor]:
+    "g (N, T, width of out), out's gradient -> those of q, k, v, and of q_r, k_r if given"
+    new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # MPS keeps NaN if beta=0 (pytorch/pytorch, issue 194442)
+    own = k.size(1)
+    k, v = (k, v) if keys is None else (keys, values)
+    past = (k.size(1) - own) // 8 * 8  # earlier rows get no gradient; up to 7 get one in vain: products want multiples of 8, see above
+    dq, dk, dv = map(new, (q, k[:, past:], v[:, past:]))
+    if q_r is not None:
+        dq_r, dk_r = new(q_r), new(k_r)
+    scale, blocks = 1 / (1 - dropout), query_blocks(q, k)  # all gradients are linear in g: its scale, dropout's, is left to the last products
+    for (i, e), P in reversed(list(zip(blocks, Ps or [None] * len(blocks)))):
+        beta = int(e < q.size(1))  # 0: overwrite, 1: add. The last block, which sees all keys, comes first and overwrites
+        n, P = causal_weights(q, k, i, e, dropout, seed, P)
+        W = P.relu() if dropout else P                                                   # (N, e - i, n), as are G, dWG, dG, dP
+        if q_r is None:
+            dv[:, :n - past].baddbmm_(W[:, :, past:].mT, g[:, i:e], beta=beta, alpha=scale)
+            dP = torch.bmm(g[:, i:e], v[:, :n].mT)
+        else:
+            G = torch.bmm(q_r[:, i:e], v[:, :n].mT)                                      # Q_R V^T: the output is (W * G) K_R
+            dWG = torch.bmm(g[:, i:e], k_r[:, :n].mT)
+            dk_r[:, :n].baddbmm_((W * G).mT, g[:, i:e], beta=beta, alpha=scale)
+            dG = dWG * W
+            dq_r[:, i:e].baddbmm_(dG, v[:, :n], beta=0, alpha=scale)
+            dv[:, :n].baddbmm_(dG.mT, q_r[:, i:e], beta=beta, alpha=scale)
+            dP = dWG.mul_(G)
+        if dropout:
+            dP, P = torch.ops.aten.threshold_backward(dP, P, 0), P.abs()                 # 0 where P is negative
+        dscores = torch._softmax_backward_data(dP, P, -1, P.dtype)  # P * (dP - sum over keys of P * dP), in one pass
+        dq[:, i:e].baddbmm_(dscores, k[:, :n], beta=0, alpha=scale * q.size(-1) ** -0.5)
+        dk[:, :n - past].baddbmm_(dscores[:, :, past:].mT, q[:, i:e], beta=beta, alpha=scale * q.size(-1) ** -0.5)
+    if keys is not None:
+        dk, dv = (t[:, t.size(1) - own:].contiguous() for t in (dk, dv))
+    return [dq, dk, dv] + ([] if q_r is None else [dq_r, dk_r])
+
+
+def save_attention(ctx, inputs, output):
+    *tensors, ctx.dropout, _ = inputs
+    ctx.set_materialize_grads(False)  # no zeros for Ps, which nothing differentiates
+    ctx.save_for_backward(*tensors, *output[1])
+
+
+def attention_gradients(ctx, g, _):
+    if g is None:
+        return (None,) * 10
+    q, k, q_r, v, k_r, keys, values, seed, *Ps = ctx.saved_tensors
+    with torch._C._DisableAutocast():  # may be on though it was off in forward, and would cast some products
+        dq, dk, dv, *more = blocked_attention_backward(g, q, k, q_r, v, k_r, keys, values, seed, ctx.dropout, Ps)
+    dq_r, dk_r = more or (None, None)
+    return dq, dk, dq_r, dv, dk_r, None, None, None, None, None
+
+
+blocked_attention.register_autograd(attention_gradients, setup_context=save_attention)
+blocked_attention_backward.register_autograd(_once("attention"))
+
+
+def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
+    """softmax(q k^T / sqrt(w)) v, always causal, or given q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All are (B, h, T, w); v may
+    have any width without q_r; k, v, k_r may hold S >= T positions, the last T being the queries' own. Returns (B, h, T, width of v or k_r), in
+    autocast's dtype if that is on. A single query (T = 1) may have a mask (1, S) in q's dtype: 0 where it may look, -inf elsewhere.
+    new = (k', v') repeats the last rows of k and v; only these get a gradient, for a memory that needs none; not with q_r or mask.
+    dropout is always applied: pass 0 in evaluation. ValueError for other shapes. Way 1 below is differentiable once, in reverse mode."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"attention: dropout={dropout}: expected 0 to below 1")
+    fits = (q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3)
+            and q.size(2) <= k.size(2) == v.size(2)
+            and (mask is None or mask.is_floating_point() and (q.size(2), *mask.shape) == (1, 1, k.size(2)))
+            and (q_r is None) == (k_r is None) and (q_r is None or (q_r.shape, k_r.shape, v.shape) == (q.shape, k.shape, k.shape))
+            and (new is None or q_r is mask is None and q.size(2) <= new[0].size(2) == new[1].size(2) <= k.size(2)
+                 and all((*a.shape[:2], *a.shape[3:]) == (*b.shape[:2], *b.shape[3:]) for a, b in zip(new, (k, v)))))
+    if not fits:
+        given = dict(q=q, k=k, v=v, q_r=q_r, k_r=k_r, mask=mask) | dict(zip(("k'", "v'"), new or ()))
+        raise ValueError("attention: expected q (B, h, T, w), k (B, h, S, w), v (B, h, S, any), S >= T; with q_r and k_r those like q and "
+                         "k, v like k; a mask goes with one query, (1, S) of floats; new without these, as k and v but for S; got "
+                         + ", ".join(f"{n} {tuple(t.shape)}" for n, t in given.items() if t is not None))
+    T, S = q.size(2), k.size(2)
+    _check_devices("attention", *(t for t in (q, k, v, q_r, k_r, *(new or ())) if t is not None))
+    new = new if torch.is_grad_enabled() or dropout else None
+    # One of three ways. The third is the definition; the others give the same result for less time or memory:
+    # 1. Blocks of query rows, for T > 1: over a memory (T < S); on a CPU wherever way 2 is not taken; elsewhere if no flash kernel fits (heads
+    #    above 256, the outer form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16, T 1024, one head of 768 with
+    #    values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
+    # 2. PyTorch's fused operator, for heads up to 256. On a CPU, for T > 1, any width, but v as wide as q, and no gradients or dropout:
+    #    forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.5 to 1.7 at T = 256, 0.9 at 1024.
+    #    On a GPU one query without gradients, as in decoding, takes the kernel of kernels.py instead.
+    # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block with dropout.
+    #    For T = 1, too, where heads are too wide for way 2: a fused kernel would have one multiprocessor read all of k and v.
+    flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
+    if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
+        flash = flash and q.size(-1) == v.size(-1)
+    if T > 1 and q.device.type == "cpu":
+        flash = q_r is None and q.size(-1) == v.size(-1) and not dropout and not torch.is_grad_enabled()
+    if new is not None or T > 1 and (T < S or not flash and (q.device.type == "cpu" or T > v.size(-1))):
+        _reverse_mode_only("attention")
+        (k_new, v_new), memory = ((k, v), (None, None)) if new is None else (new, (k.detach(), v.detach()))
+        # autocast's dtype, as PyTorch's operator does
+        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k_new, q_r, v_new, k_r, *memory)]
+        # Keep P if it is at most twice as large as q, k, v and the output together: on a CPU 1.1 to 1.3 times as fast, both passes. Not when
+        # compiled: the list of blocks would fix T in the code. Always in a CUDA graph, as only the GPU's generator draws anew at each replay,
+        # and so over a memory on a GPU, where steps must draw the same with and without a graph
+        keep = not torch.compiler.is_compiling() and (
+            S <= 4 * (q.size(-1) + v.size(-1)) or q.is_cuda and (T < S or torch.cuda.is_current_stream_capturing()))
+        # with and without gradients alike: reentrant checkpointing runs forward once in each way
+        seed = torch.randint(2**40, (), device="cpu") if dropout and not (keep and q.is_cuda) else None
+        return blocked_attention(*flat, seed, dropout, keep and torch.is_grad_enabled())[0].unflatten(0, q.shape[:2])
+    if flash and T == 1 and q.is_cuda and not dropout and not torch.is_grad_enabled():
+        _reverse_mode_only("attention")
+        return one_query_attention(*(t.to(product_dtype(t)) for t in (q, k, v)), mask)
+    if flash:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # compiled, T > 1 is no bool
+    return plain_attention(q, k, v, q_r, k_r, dropout, mask)
+
+
+# -----------------------------------------------------------------------------
+# What GPT and SHAQ share: the loss, counts, evaluation, sampling
+
+
+HEAD_LOGITS = 2**26  # that exist at a time, on a GPU four times as many; a global, as torch.compile cannot read a Function's attribute
+
+
+class HeadLoss(torch.autograd.Function):
+    """Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> scalar, fp32 or wider. Targets of -100
+    do not count, as in F.cross_entropy. grads: whether backward may follow, which forward itself cannot see. Not for fp16 with gradients.
+
+    Takes x in slices of rows and computes each slice's gradients along with its logits: at most HEAD_LOGITS of the N x V logits exist at a
+    time. The plain way keeps all, twice in 16 bits and twice in fp32: 40 GB for 65,536 tokens of GPT-2's vocabulary."""
+    @staticmethod
+    def forward(ctx, x, weight, targets, grads):
+        if x.dim() != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:  # one target would count for all rows
+            raise ValueError(f"HeadLoss: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: expected (N, d), "
+                             "(V, d), (N,)")
+        dtype = product_dtype(x)
+        n = max(1, HEAD_LOGITS * (1 if x.device.type == "cpu" else 4) // len(weight))    # rows of a slice
+        x_, w_, valid = x.to(dtype), weight.to(dtype), targets != -100
+        targets, count = targets.masked_fill(~valid, 0), valid.sum()
+        at_least_1 = count.clamp(min=1)  # where no target counts the loss is nan and the gradients are 0
+        of_x, of_w = (grads and needed for needed in ctx.needs_input_grad[:2])
+        grads = of_x or of_w
+        if grads and dtype == torch.float16:  # made before the loss is scaled: of 32,768 rows, V 2,000, they were 15% off
+            raise TypeError("HeadLoss: its gradients do not fit fp16: take F.cross_entropy((x @ W.T).float(), ..), or bfloat16")
+        dx = torch.empty_like(x_) if of_x else None
+        loss, dw = 0.0, None
+        for i in range(0, max(1, len(x)), n):  # once for no rows, too, which have a dw of zeros
+            rows = x_[i:i + n]                                                           # (n, d)
+            logits = rows @ w_.T                                                         # (n, V)
+            logits = logits if dtype == torch.float64 else logits.float()
+            target, counts = targets[i:i + n, None], valid[i:i + n, None]                # (n, 1)
+            top = logits.amax(-1, keepdim=True)
+            own = logits.gather(1, target) - top                                         # the target's, at most 0
+            share = counts.to(logits.dtype) / at_least_1                                 # 1 / count, or 0
+            # loss = lse - own, lse = logsumexp(logits - top); p = (softmax(logits) - one-hot(target)) * share = d loss / d logits.
+            # Were top added back to both, rounding would put a loss of 1e-3 off by 0.1% at logits of 20.
+            if torch.compiler.is_compiling():  # one kernel each, that reads logits; a scatter would write and read all of p in fp32
+                lse = (logits - top).exp_().sum(-1, keepdim=True).log_()
+                own_column = target.int() == torch.arange(len(weight), dtype=torch.int32, device=x.device)  # int64 would take twice as long
+                p = ((logits - top - lse).exp() - own_column.to(logits.dtype)) * share
+            else:  # in place: no second n x V numbers, and each e^x once
+                p = logits.sub_(top).exp_()
+                total = p.sum(-1, keepdim=True)
+                lse = total.log()
+                p = p.mul_(share / total).scatter_add_(1, target, -share) if grads else None
+            loss = loss + (lse - own).masked_fill(~counts, 0).sum()
+            if grads:
+                p = p.to(dtype)
+            if of_x:
+                torch.mm(p, w_, out=dx[i:i + n])
+            if of_w:
+                part = (p.T @ rows).to(logits.dtype)                                     # of several slices summed in fp32
+                dw = part if dw is None else dw.add_(part)
+            del logits, p  # or they would live beside the next slice's
+        if grads:
+            ctx.save_for_backward(dx, dw)
+            ctx.dtypes = x.dtype, weight.dtype
+        return loss / count
+
+    @staticmethod
+    def backward(ctx, g):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # once_differentiable would let a gradient pass for a constant
+            raise NotImplementedError("HeadLoss is differentiable once, and create_graph=True asks for more: take F.cross_entropy(x @ W.T, ..)")
+        if not (saved := ctx.saved_tensors):  # read once, as checkpointing wants
+            raise RuntimeError("HeadLoss: grads=False promised that no backward pass would follow: pass torch.is_grad_enabled()")
+        dx, dw = saved
+        one = False
+        if g.device.type == "cpu" and not torch.compiler.is_compiling():
+            with contextlib.suppress(RuntimeError):  # a fake tensor's, or under vmap
+                one = g.item() == 1  # as is usual; it spares a pass over all of dw
+        dx, dw = ((t if t is None or one else t.to(torch.promote_types(t.dtype, torch.float32)) * g) for t in (dx, dw))
+        return *(t if t is None else t.to(dtype) for t, dtype in zip((dx, dw), ctx.dtypes)), None, None
+
+
+
+def cross_entropy(logits, targets):
+    "Mean over targets (B, T) that are not -100, in nats, of logits (B, T, V); in fp32 or wider"
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), targets.flatten().long())
+
+
+def breakdown(model, parts):
+    "{part: parameters}. parts: {word: part}; a parameter belongs to the first whose word is in its name, StopIteration if none is"
+    counts = dict.fromkeys(parts.values(), 0)
+    for name, p in model.named_parameters():
+        counts[next(part for word, part in parts.items() if word in name)] += p.numel()
+    return {part: n for part, n in counts.items() if n}
+
+
+@contextlib.contextmanager
+def evaluating(model):
+    "Neither dropout nor gradients inside; each part's mode comes back, also after an error"
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def sample(logits, temperature, top_k, u):
+    """Draw one token per row of logits (B, V) with u (B, 1), uniform in [0, 1) -> (B, 1). top_k: only from the k likeliest and ties with the
+    last of them. In fp64, so that the draw does not depend on a sum's last bits; on the CPU for Apple's GPUs, which have no fp64."""
+    if not 0 <= temperature < math.inf or (top_k or 0) < 0:
+        raise ValueError(f"temperature={temperature}, top_k={top_k}: expected a finite temperature >= 0 and top_k >= 0")
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    device, logits = logits.device, logits.to(u.device).double()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the likeliest stays at 0, however small the temperature
+    if top_k:
+        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    cdf = logits.softmax(-1).cumsum(-1)
+    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=logits.size(-1) - 1).to(device)
+
+
+def draws(n, temperature, idx, generator):
+    """sample()'s u for n tokens, (n, B, 1), drawn at once: drawing each when needed would make a GPU wait for the CPU at every token.
+    Zeros, not drawn, at temperature 0. Without a generator it makes one: sampling must not change a training run by the global one."""
+    generator = generator or torch.Generator().manual_seed(1337)
+    if n < 0 or idx.dim() != 2 or not idx.size(1):
+        raise ValueError(f"{n} tokens after a prompt of shape {tuple(idx.shape)}: expected 0 or more after 1 or more, (B, T)")
+    u = torch.zeros(n, len(idx), 1, dtype=torch.float64, device=generator.device)
+    return (u.uniform_(generator=generator) if temperature else u).to(idx.device if idx.is_cuda else "cpu")
+
+
+@lru_cache(None)
+def side_stream(device, step):
+    """The stream to record graphs on. Training steps have their own: from torch 2.12 on, a graph that is freed takes its stream's cuBLAS
+    workspace with it, though other graphs recorded there still use it (pytorch/pytorch, issue 193402)"""
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def beside(device):
+    """On a GPU, run the body on the stream where captured() records training steps: autograd has to add to a gradient on the stream
+    where it first did"""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        now, side = torch.cuda.current_stream(), side_stream(torch.cuda.current_device(), True)
+        side.wait_stream(now)
+        with torch.cuda.stream(side):
+            yield
+        now.wait_stream(side)
+
+
+def captured(work, device, keep=(), pool=None):
+    """Record work() as one CUDA graph -> a function that replays it; on other devices, work itself. work takes no arguments and leaves its
+    results in tensors that stay where they are. It must run once before it is recorded: the tensors in keep are restored afterwards.
+    pool: the memory that all graphs of training steps share (torch.cuda.graph_pool_handle())."""
+    if device.type != "cuda":
+        return work
+    with torch.cuda.device(device):
+        # detached: autograd adds up a parameter's gradient on the stream of its first use, and this one is not recorded
+        before, side = [t.detach().clone() for t in keep], side_stream(torch.cuda.current_device(), pool is not None)
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        try:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                work()
+            torch.cuda.current_stream().wait_stream(side)
+            gc.collect()  # collecting a graph or a Triton kernel while this records would end the recording (pytorch/pytorch, issue 161037)
+            gc.disable()
+            # records, runs nothing; another thread, such as one that pins a DataLoader's batches, may go on with what it does
+            with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
+                work()
+        finally:
+            if collects:
+                gc.enable()
+            for t, b in zip(keep, before):
+                t.detach().copy_(b)
+    return graph.replay
 
 
 # -----------------------------------------------------------------------------

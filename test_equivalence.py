@@ -700,13 +700,14 @@ def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypa
     source = dict(matrix=top.split(rule + "# PyTorch path.")[0], transform=top, pool=pool,
                   rope=top.split(rule)[0] + "#" + bottom.split(rule + "# Rotary positions backward")[1],
                   attention=(attention := "import torch.nn.functional as F\n" + top.split(rule)[0] + "#" + bottom.split(
-                                 rule + "# Attention of one query")[1] + model[model.index("def product_dtype("):model.index("def up_to(")]),
+                                 rule + "# Attention of one query")[1] + of_model("def plain_attention") + (
+                                     ways := model[model.index("def product_dtype("):model.index(rule + "# What GPT and SHAQ share")])),
                   loss="import contextlib\nimport torch\n" + "".join(map(of_model, ("def product_dtype", "HEAD_LOGITS", "class HeadLoss"))),
                   memory="from collections import namedtuple\nfrom torch import nn\n" + attention + "".join(map(of_model, (
                       "def up_to(", "class Dropout", "def last(", "Ring", "class MemoryAttention"))),
                   QRNN=pool + "from torch import nn\n" + "".join(map(of_model, ("def product_dtype", "def last(", "class QRNN"))),
                   Boom="import torch\nfrom torch import nn\n" + "".join(map(of_model, ("def keep_mask(", "class Dropout", "class Boom"))),
-                  layer=model[:model.index("class MLP(")], GPT=model[:model.index("# SHA-RNN (Merity")],
+                  layer=model[:model.index("class MLP(")] + ways, GPT=model[:model.index("# SHA-RNN (Merity")],
                   LAMB="import torch\n" + of_model("def norms") + of_model("class LAMB"))
     source["block"] = (source["QRNN"] + source["memory"] + "import contextlib\nfrom dataclasses import dataclass\n" + "".join(map(of_model, (
         "@dataclass\nclass SHAQConfig", "def each(", "def detach_state(", "class Boom", "BF16_LSTM", "class LSTM", "class SHAQBlock"))))
