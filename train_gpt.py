@@ -135,6 +135,13 @@ def build(s, c, data, m):
 
 def stepper(model, optimizer, s, m, accumulate):
     "-> step([(x, y), ..], None, lr): updates the weights once, returns (loss, gradient norm before clipping), None"
+    # With one micro-batch, a CUDA graph holds the whole step; with several, it holds one and is replayed for each, as the optimiser's
+    # launches are few beside theirs. Compiled attention by blocks seeds dropout on the CPU: a graph would freeze the seed
+    c = model.config
+    values = c.n_embd // c.n_head * (2 if c.attn == "dva" else 1)
+    blocks = (c.attn == "dva_outer" or values > 256) and c.block_size > values
+    graphs = s["compile"] and m.device.type == "cuda" and m.world == 1 and not (blocks and c.dropout)
+
     def add(micro_batch, loss):
         "Accumulate a micro-batch's gradients and its share of the loss, in [loss]"
         with m.autocast():
@@ -142,6 +149,8 @@ def stepper(model, optimizer, s, m, accumulate):
         share.backward()
         loss = loss[0] + share.detach()
         return loss, [loss]
+
+    part = Replayed(add, optimizer, graphs and accumulate > 1, whole=False)
 
     def update(batch, _):
         loss = [torch.zeros((), device=m.device)]
@@ -154,13 +163,7 @@ def stepper(model, optimizer, s, m, accumulate):
         optimizer.zero_grad(set_to_none=not part.on)
         return torch.stack((*loss, norm)), None
 
-    # With one micro-batch, a CUDA graph holds the whole step; with several, it holds one and is replayed for each, as the optimiser's
-    # launches are few beside theirs. Compiled attention by blocks seeds dropout on the CPU: a graph would freeze the seed
-    c = model.config
-    values = c.n_embd // c.n_head * (2 if c.attn == "dva" else 1)
-    blocks = (c.attn == "dva_outer" or values > 256) and c.block_size > values
-    on = s["compile"] and m.device.type == "cuda" and m.world == 1 and not (blocks and c.dropout)
-    step, part = Replayed(update, optimizer, on and accumulate == 1), Replayed(add, optimizer, on and accumulate > 1, whole=False)
+    step = Replayed(update, optimizer, graphs and accumulate == 1)
     step.part = part
     return step
 
