@@ -675,12 +675,8 @@ blocked_attention.register_autograd(attention_gradients, setup_context=save_atte
 blocked_attention_backward.register_autograd(_once("attention"))
 
 
-def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
-    """softmax(q k^T / sqrt(w)) v, always causal, or given q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All are (B, h, T, w); v may
-    have any width without q_r; k, v, k_r may hold S >= T positions, the last T being the queries' own. Returns (B, h, T, width of v or k_r), in
-    autocast's dtype if that is on. A single query (T = 1) may have a mask (1, S) in q's dtype: 0 where it may look, -inf elsewhere.
-    new = (k', v') repeats the last rows of k and v; only these get a gradient, for a memory that needs none; not with q_r or mask.
-    dropout is always applied: pass 0 in evaluation. ValueError for other shapes. Way 1 below is differentiable once, in reverse mode."""
+def check_attention(q, k, v, q_r, k_r, dropout, mask, new):
+    "ValueError unless these are what attention() takes"
     if not 0 <= dropout < 1:
         raise ValueError(f"attention: dropout={dropout}: expected 0 to below 1")
     fits = (q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3)
@@ -694,8 +690,17 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         raise ValueError("attention: expected q (B, h, T, w), k (B, h, S, w), v (B, h, S, any), S >= T; with q_r and k_r those like q and "
                          "k, v like k; a mask goes with one query, (1, S) of floats; new without these, as k and v but for S; got "
                          + ", ".join(f"{n} {tuple(t.shape)}" for n, t in given.items() if t is not None))
-    T, S = q.size(2), k.size(2)
     _check_devices("attention", *(t for t in (q, k, v, q_r, k_r, *(new or ())) if t is not None))
+
+
+def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
+    """softmax(q k^T / sqrt(w)) v, always causal, or given q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All are (B, h, T, w); v may
+    have any width without q_r; k, v, k_r may hold S >= T positions, the last T being the queries' own. Returns (B, h, T, width of v or k_r), in
+    autocast's dtype if that is on. A single query (T = 1) may have a mask (1, S) in q's dtype: 0 where it may look, -inf elsewhere.
+    new = (k', v') repeats the last rows of k and v; only these get a gradient, for a memory that needs none; not with q_r or mask.
+    dropout is always applied: pass 0 in evaluation. ValueError for other shapes. Way 1 below is differentiable once, in reverse mode."""
+    check_attention(q, k, v, q_r, k_r, dropout, mask, new)
+    T, S = q.size(2), k.size(2)
     new = new if torch.is_grad_enabled() or dropout else None
     # One of three ways. The third is the definition; the others give the same result for less time or memory:
     # 1. Blocks of query rows, for T > 1: over a memory (T < S); on a CPU wherever way 2 is not taken; elsewhere if no flash kernel fits (heads
