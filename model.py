@@ -1533,38 +1533,45 @@ def machine(device="auto", dtype="auto"):
                              "lower --nproc_per_node")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
-        has_bf16, note = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name(device)
-        note += "" if triton else ", without Triton"
-    else:
-        known = torch.cpu.get_capabilities()
-        has_bf16 = device.type == "cpu" and any(known.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16"))
-        note += f"; {processor()}, threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
-    m = Machine(device, torch.float32 if dtype == "auto" else getattr(torch, dtype), rank, world, note)
+        note = torch.cuda.get_device_name(device) + ("" if triton else ", without Triton")
+    elif device.type == "cpu":
+        note += f"; {processor()}, threads: {torch.get_num_threads()}"
+    m = Machine(device, torch.float32, rank, world, note)
     if world > 1:
         # before there is a group: DDP imports this, and default arguments there would keep the group alive after leave()
         from torch.distributed.nn import functional  # noqa: F401
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))  # all wait for a save
+    choose_dtype(m, dtype)
+    if world > 1:
+        m.note += f"; {world} processes"
+    return m
+
+
+def choose_dtype(m, dtype):
+    "Set m.dtype to dtype (auto: to what is faster here), and say why in m.note"
+    device = m.device
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        known = torch.cpu.get_capabilities()
+        has_bf16 = device.type == "cpu" and any(known.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16"))
     if dtype != "auto":
+        m.dtype = getattr(torch, dtype)
         m.all(True)  # joins the vote below: others may hold it, if --dtype or --resume was typed here alone; same() reports that later
         tf32 = dtype == "float32" and device.type == "cuda" and has_bf16
         slow = dtype == "bfloat16" and device.type != "mps" and not has_bf16
         m.note += f"; {dtype}, as set" + ", its products in TF32" * tf32 + ", but slow, as there are no instructions for it" * slow
-    else:
-        faster, why = has_bf16, ""
-        if not has_bf16:
-            why = ", as there are no bfloat16 instructions"
-        elif device.type == "cpu":  # where a virtual machine hides the matrix units, a product in bf16 takes twice fp32's time
-            rates = [[product_rate(device, t, 512) for t in (torch.bfloat16, torch.float32)] for _ in range(3)]
-            low, high = map(max, zip(*rates))  # measured in turns, as other work may come between
-            faster = low > 1.2 * high          # casts are not free
-            why = f", as products in bfloat16 are {low / high:.1f} times as fast"
-        m.dtype = torch.bfloat16 if m.all(faster) else torch.float32  # all processes choose alike
-        if faster and m.dtype == torch.float32:
-            why = ", as another process is no faster in bfloat16"
-        m.note += ("; bfloat16 autocast" if m.dtype == torch.bfloat16 else "; float32") + why
-    if world > 1:
-        m.note += f"; {world} processes"
-    return m
+        return
+    faster, why = has_bf16, "" if has_bf16 else ", as there are no bfloat16 instructions"
+    if has_bf16 and device.type == "cpu":  # where a virtual machine hides the matrix units, a product in bf16 takes twice fp32's time
+        rates = [[product_rate(device, t, 512) for t in (torch.bfloat16, torch.float32)] for _ in range(3)]
+        low, high = map(max, zip(*rates))  # measured in turns, as other work may come between
+        faster = low > 1.2 * high          # casts are not free
+        why = f", as products in bfloat16 are {low / high:.1f} times as fast"
+    m.dtype = torch.bfloat16 if m.all(faster) else torch.float32  # all processes choose alike
+    if faster and m.dtype == torch.float32:
+        why = ", as another process is no faster in bfloat16"
+    m.note += ("; bfloat16 autocast" if m.dtype == torch.bfloat16 else "; float32") + why
 
 
 def product_rate(device, dtype, n, times=1):
