@@ -753,7 +753,7 @@ def write_meta(folder, **meta):
     write_atomic(os.path.join(folder, "meta.json"), lambda f: f.write(json.dumps(meta, indent=1).encode() + b"\n"))
     report(f"{folder}: {meta['source']}; {meta['tokenizer']} tokens; {meta['split']}")
     for split, count in meta["tokens"].items():
-        report(f"  {split:5} {count:13,} tokens, {meta['bytes'][split] / 1e6:,.2f} MB of text")
+        report(f"  {split:5} {count:13,} tokens, {meta['bytes'][split]:,} bytes of text")
 
 
 def prepare(folder, name, tokenizer, raw, source, percent=(90,)):
