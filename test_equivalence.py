@@ -3865,7 +3865,8 @@ def test_lamb_wants_fp32_and_numbers_that_make_sense():
 # train_shaq.py
 
 
-TINY_SHAQ = ["--device=cpu", "--n_embd=16", "--mem_len=230", "--dropout=0.1", "--dtype=float32", "--eval_tokens=400", "--eval_interval=4"]
+TINY_SHAQ = ["--device=cpu", "--n_embd=16", "--mem_len=230", "--dropout=0.1", "--dtype=float32", "--eval_tokens=400", "--eval_interval=4",
+             "--max_minutes=0"]
 
 
 def random_words(n):
@@ -3883,7 +3884,7 @@ def train_shaq_here(tmp_path, run_here, monkeypatch):
     monkeypatch.setattr(SHAQ, "generate", lambda model, ids, n, *a, **kw: generate(model, ids, min(n, 20), *a, **kw))
 
     def run(*flags, out="out"):
-        start = [] if "--resume" in flags else ["--dataset=mine", *TINY_SHAQ, "--max_minutes=0", "--batch=2", "--bptt=20"]
+        start = [] if "--resume" in flags else ["--dataset=mine", *TINY_SHAQ, "--batch=2", "--bptt=20"]
         given = f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / out}", "--device=cpu", *start, *flags
         return run_here(train_shaq, ["train_shaq.py", *given], tmp_path / out)
     return run
@@ -4234,7 +4235,7 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         torch.save(best | dict(settings=best["settings"] | laptop), tmp_path / "whole/best.pt")
         with monkeypatch.context() as patch:
             patch.setattr(train_shaq, "StopSignal", lambda: SimpleNamespace(number=15))
-            patch.setitem(globals(), "TINY_SHAQ", [flag for flag in TINY_SHAQ if "eval_interval" not in flag])
+            patch.setitem(globals(), "TINY_SHAQ", [flag for flag in TINY_SHAQ if not re.search("eval_interval|max_minutes", flag)])
             status, said, _, (first, *log) = train_shaq_here(stage2, out="second")
         length = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2
         assert status == 130 and f"lr {8e-3 / 2:g} constant" in said and first["settings"]["epochs"] == 5
