@@ -2466,6 +2466,7 @@ def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path):
     wanted = train_gpt.evaluate(model_of(ckpt), data.train, 256, 2, cpu, np.random.default_rng((123, 3)))  # the paper's table has it too
     assert log[-1]["train_loss"] == pytest.approx(wanted) and f"step 3/3  training split: {wanted:.4f} nats per byte\n" in said
     assert all("train_loss" in r for r in log if "val_loss" in r)
+    assert "train_loss" in ended(train("--resume", "--max_steps=4"))[3][-1]  # whose size need not be this machine's default
     assert not any("train_loss" in r for r in train("--max_steps=1", out="other")[3])  # elsewhere nobody asked for it
 
 
@@ -2491,7 +2492,8 @@ def test_train_learns_logs_samples_and_saves(train, tmp_path, sampled):
 
 
 def test_train_takes_tiny_on_a_gpu_that_holds_its_batches(train, monkeypatch):
-    for memory, size, why in ((141e9, "tiny", ""), (21e9, "tiny", ""), (19e9, "nano", "GPU has 19"), (15.8e9, "nano", "20 GB and this GPU has 16: --size=tiny --micro")):
+    for memory, size, why in ((141e9, "tiny", ""), (21e9, "tiny", ""), (19e9, "nano", "GPU has 19"),
+                              (15.8e9, "nano", "20 GB and this GPU has 16: --size=tiny --micro")):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
         chosen, said = train_gpt.default_size(SimpleNamespace(device=GPU))
         assert chosen == size and why in said and bool(said) == bool(why)
@@ -2638,7 +2640,7 @@ def test_train_says_that_so_little_text_is_read_too_often(train, monkeypatch):
     said = [train("--batch_tokens=65536", f"--max_steps={n}", "--micro_batch=64", out=str(n))[1] for n in (400, 30)]
     steps = int(re.search("training tokens .*, ([0-9]+) steps an epoch", said[0])[1])
     assert f"note: {400 / steps:.0f} epochs of so little text: validation loss will rise again; --max_steps={16 * steps} takes 16" in said[0]
-    assert "so little text" not in said[1]
+    assert "so little text" not in said[1] + train("--resume", out="400")[1]
 
 
 def test_train_says_how_to_get_the_papers_dva(train, monkeypatch):
@@ -3997,19 +3999,26 @@ def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(either, tm
     with monkeypatch.context() as patch:  # of a loss that is
         patch.setattr(script, "clip_", lambda *a: torch.tensor(math.inf))
         one_line(run("--resume", "--max_steps=9"), "step 3: loss ", "gradient norm inf")
+    with monkeypatch.context() as patch:  # too much for exp
+        patch.setattr(script, "evaluate", lambda *a: 701.0)
+        one_line(run("--resume", "--eval_interval=1", "--max_steps=9"), "step 4: validation loss 701.0")
     assert path.read_bytes() == before  # the evaluation does not save it
     one_line(run("--lr=1e30", "--warmup_steps=0", "--eval_interval=100", *adamw), "step ", "no checkpoint yet")
-    assert not path.exists() and (tmp_path / "out/ckpt.pt.old").read_bytes() == before and len(left) == 5
+    assert not path.exists() and (tmp_path / "out/ckpt.pt.old").read_bytes() == before and len(left) == 6
 
 
-def test_train_resume_with_other_data_of_that_name_is_one_line(either, tmp_path):
-    _, run = either
+def test_train_resume_with_other_data_of_that_name_is_one_line(either, run_here, tmp_path, monkeypatch):
+    script, run = either
     prepare = lambda text, *percent: pd.prepare(str(tmp_path / "data/changing"), "changing", "byte", text * 999, "", percent=percent)
     prepare(b"first ", 90)
     ended(run("--dataset=changing", f"--data_dir={tmp_path / 'data'}", "--max_steps=1"))
     ckpt = load_checkpoint(str(tmp_path / "out/ckpt.pt"))  # those of before November 2026 do not say how many tokens
     torch.save(ckpt | dict(data={k: v for k, v in ckpt["data"].items() if k != "tokens"}), tmp_path / "out/ckpt.pt")
     ended(run("--resume", "--max_steps=2", f"--data_dir={tmp_path / 'data'}"))
+    shutil.copytree(tmp_path / "out", moved := tmp_path / "elsewhere/out" / script.__name__.removeprefix("train_"))
+    monkeypatch.chdir(tmp_path / "elsewhere")  # where a run lies by default: one that was begun in another folder is gone on with there
+    said, _, log = ended(run_here(script, ["", "--resume"], moved))[1:]
+    assert "note: all 2 steps are done; --max_steps=N goes on" in said and log[-1]["settings"]["out_dir"] == str(Path("out", moved.name))
     for text, percent, words in ((b"other ", 90, ("ckpt.pt", "changing", "SHA-256")),
                                  (b"first ", 80, ("5,394 byte tokens", "4,795 byte tokens"))):  # the same text, split elsewhere
         prepare(text, percent)
@@ -4193,7 +4202,8 @@ def test_train_max_minutes_shortens_the_schedule_at_the_pace_so_far_of_a_resumed
     ckpt = torch.load(tmp_path / "cut/ckpt.pt", weights_only=True)
     for typed in ({}, dict(max_steps=400)):  # the same number, typed, is one to be kept to
         assert script.settle(typed, ckpt["config"] | ckpt["settings"], machine("cpu", "float32"))[0]["paced"] == bool(typed)
-    assert "will do" not in ended(run("--resume", "--max_steps=30", out="more"))[1]  # steps typed are all taken
+    said = ended(run("--resume", "--max_steps=30", out="more"))[1]
+    assert "will do" not in said and ("cosine now ends at step 30, not 400" in said) == (script is train_gpt)  # typed: all taken; shaq warms up
     clock(4)  # a resumed run warms up, too
     _, said, _, log = ended(run("--resume", out="cut"))
     assert "will do for 60 steps here" in said and max(losses(log)[0]) == 59
@@ -4250,7 +4260,8 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
             torch.testing.assert_close(t["exp_avg_sq"], t["exp_avg"] ** 2 / 10, rtol=1e-4, atol=0)
         assert first["settings"]["warmup_steps"] == 1
         one_line(train_shaq_here(stage2, "--n_layer=3"), "another model")
-        one_line(train_shaq_here(stage2, out="whole"), "type another --out_dir")
+        for out in ("whole", "whole/../whole"):
+            one_line(train_shaq_here(stage2, out=out), "type another --out_dir")
         assert (tmp_path / "whole/best.pt").exists()
         one_line(train_shaq_here(stage2, "--preset=shaq"), "drop --preset=shaq")
         torch.save(best | dict(data=best["data"] | dict(tokenizer="gpt2")), tmp_path / "gpt2.pt")
@@ -4473,8 +4484,10 @@ def test_train_steps_are_replayed_only_where_a_graph_can_hold_them():
         assert replayed() and not replayed(compile=False)
         assert not replayed(m=replace(gpu, world=2)) and not replayed(m=replace(gpu, device=torch.device("cpu")))
     assert not shaq("shaq", optimizer="adamw") and not shaq("mean_mem")
-    blocks = dict(block_size=300), dict(attn="dva_outer", n_head=33, block_size=9)  # attention by blocks, whose dropout has a seed
+    blocks = (dict(block_size=300), dict(attn="dva_outer", n_head=33, block_size=9),  # attention by blocks, whose dropout has a seed
+              dict(attn="dva", n_embd=132, block_size=300))
     assert not any(gpt(**c, accumulate=n) for c in blocks for n in (1, 2)) and all(gpt(**c, dropout=0.0) for c in blocks)
+    assert gpt(attn="dva", block_size=300)  # whose values are wider than that
 
 
 # -----------------------------------------------------------------------------
