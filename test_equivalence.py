@@ -4150,6 +4150,8 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     assert losses(records(tmp_path / "out"))[1].keys() == {0}
     assert torch.load(tmp_path / "out/best.pt", weights_only=True)["config"]["n_embd"] == 16
     one_line(train_shaq_here("--eval_tokens=10"), "10 tokens", "--eval_tokens")  # before the run that is there makes way
+    pd.prepare(str(tmp_path / "data/few"), "few", "byte", bytes(100), "", percent=(90, 99))  # one to test on
+    one_line(train_shaq_here("--dataset=few"), "0 tokens are too few to evaluate on")
     assert losses(records(tmp_path / "out"))[1].keys() == {0}
     for flag in ("--n_embd=32", "--batch=4", "--bptt=9", "--lr=1", "--seed=2", "--preset=sharnn", "--mem_len=99", "--optimizer=adamw", "--dropout=0",
                  "--weight_decay=1", "--grad_clip=9", "--schedule=constant", "--warmup_steps=9", "--min_lr=1", "--dataset=other"):
@@ -5117,6 +5119,9 @@ def test_data_a_log_is_gone_on_with_from_the_checkpoint_and_a_damaged_one_from_i
         pd.Log(path, dict(resumed=True), resume_step=2).file.close()
         assert records(tmp_path) == [dict(settings={}), dict(step=0), dict(resumed=True)]
         assert ("line 3 is damaged" in capsys.readouterr().err) == (not last) == os.path.exists(path + ".damaged")
+    (tmp_path / "log.jsonl").write_text('{"settings": {}}\n{"step": 0}')  # cut short by no more than its end
+    pd.Log(path, dict(resumed=True), resume_step=2).file.close()
+    assert records(tmp_path) == [dict(settings={}), dict(resumed=True)]
 
 
 @pytest.mark.parametrize("earlier", [[], ["ckpt.pt"]])
