@@ -4942,12 +4942,17 @@ def test_data_inputs_add_up_without_byte_order_marks(tmp_path, capsys, monkeypat
     assert pd.decode("byte", [*x.train[:], *x.val[:]]) == "a" * 100 + "b" * 100 + "c" * 100
     assert pd.decode("byte", x.train[98:102]) == pd.decode("byte", torch.tensor([97, 97, 98, 98])) == "aabb"  # arrays as lists
     before = (tmp_path / "x/train.bin").read_bytes()
-    fails(capsys, lambda: pd.main(["--input", f"{tmp_path}/a", f"{tmp_path}/x/train.bin", "--name=x", f"--data_dir={tmp_path}"]),
-          "train.bin would be written over", "another --name")
+    for place in ("x", "x/../x"):
+        fails(capsys, lambda: pd.main(["--input", f"{tmp_path}/a", f"{tmp_path}/{place}/train.bin", "--name=x", f"--data_dir={tmp_path}"]),
+              "train.bin would be written over", "another --name")
     assert (tmp_path / "x/train.bin").read_bytes() == before
     monkeypatch.chdir(tmp_path)
     pd.main(["--input", "a", "--name=z"])
     assert capsys.readouterr().out.endswith("train_gpt.py --dataset=z --out_dir=out/z\n") and os.path.exists("data/z/meta.json")
+    for n, words in ((2560, "note: 256 tokens to validate on"), (2570, "")):  # a window of 256 takes 257
+        (tmp_path / "n").write_bytes(bytes(n))
+        pd.main(["--input", "n", "--name=n"])
+        assert capsys.readouterr().err[:31] == words
 
 
 def test_data_one_process_at_a_time_prepares_a_folder(corpus):
@@ -5311,11 +5316,11 @@ def test_data_small_promises(toy, monkeypatch, capsys):
         patch.setattr(pd.subprocess, "run", ask := unittest.mock.Mock(return_value=SimpleNamespace(stdout="abc+\n")))
         assert pd.git_commit() == "abc+" and "--dirty=+" in ask.call_args.args[0] and ask.call_args.kwargs["cwd"] == str(HERE)
     assert capsys.readouterr().err == "x: 30.0 of 50.0 MB (60%), 2.0 MB/s, 0m10s left\nx: 30.0, 3.0 MB/s\n"
-    assert [pd.duration(s) for s in (3725, 125, 0.4)] == ["1h02m", "2m05s", "0m00s"]
+    assert [pd.duration(s) for s in (3725, 125, 0.4, 59.5)] == ["1h02m", "2m05s", "0m00s", "1m00s"]
     assert pd.DATASETS["enwik8"].percent == (90, 95) and pd.DATASETS["enwik8"].size == 10**8
     assert {name for name, source in pd.DATASETS.items() if source.tokenizer == "gpt2"} == {"warandpeace", "fineweb10B"}
     assert len({pd.Dataset("x", "byte", 256, 1.0, (), (), None, dict(sha256=v)).source["sha256"]
-                for v in ("a", dict(x="1"), dict(x="2"), dict(y="1"))}) == 4
+                for v in ("a", dict(x="1"), dict(x="2"), dict(y="1"), dict(x="1", y="1"), dict(y="1", x="1"))}) == 5  # in whatever order
     assert 50256 not in pd.encode("gpt2", "a<|endoftext|>")  # text is text: no special tokens come from it
     handled = []
     monkeypatch.setattr(signal, "signal", lambda s, f: handled.append(s))
