@@ -2645,9 +2645,9 @@ def test_train_says_that_so_little_text_is_read_too_often(train, monkeypatch):
 
 def test_train_says_how_to_get_the_papers_dva(train, monkeypatch):
     monkeypatch.setattr(train_gpt, "StopSignal", stops(1))
-    said = [train("--attn=dva", "--attn_out=dense", *flags, out="dva")[1] for flags in ((), ("--mlp=none",), ("--mlp=none", "--n_head=1"))]
+    said = [train("--attn=dva", "--attn_out=dense", *flags, out="dva")[1] for flags in (("--mlp=none", "--n_head=1"), ("--mlp=none",), ())]
     said += [train("--resume", out="dva")[1], train(out="gpt")[1]]
-    assert "add --mlp=none\n" in said[0] and not any("in its paper" in text for text in said[1:])  # n_head=2 is typed in all but the third
+    assert "add --mlp=none\n" in said.pop(2) and not any("in its paper" in text for text in said)  # n_head=2 is typed in all but the first
 
 
 def test_train_micro_batches_do_not_change_the_curve(train):
@@ -4066,14 +4066,14 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, monkeyp
 
     pd.prepare(str(tmp_path / "data/three"), "three", "byte", np.random.default_rng(0).integers(97, 123, 24000).astype(np.uint8).tobytes(),
                "", percent=(90, 95))
-    status, said, _, log = train_shaq_here("--dataset=three", "--max_steps=12", out="o")
+    status, said, _, log = train_shaq_here("--dataset=three", "--max_steps=12", "--eval_tokens=1000", out="o")  # 15 streams, or 8
     best = torch.load(tmp_path / "o/best.pt", weights_only=True)
     assert best["step"] == 4 and best["best"] == losses(log)[1][4] and list(losses(log)[1]) == [0, 4, 8, 12]
     data = pd.load_dataset("three", str(tmp_path / "data"))
-    wanted = [evaluate(model_of(best), split, 400, 20, machine("cpu", "float32"), streams=n)
+    wanted = [evaluate(model_of(best), split, 1000, 20, machine("cpu", "float32"), streams=n)
               for split, n in ((data.val, 16), (data.test, 8))]
     assert [best["best"]] + [r["test_loss"] for r in log if "test_loss" in r] == pytest.approx(wanted)
-    assert status == 0 and re.search(r"test, best checkpoint: \d\.\d+ bits per byte, of its first 400 bytes alone\n", said)
+    assert status == 0 and re.search(r"test, best checkpoint: \d\.\d+ bits per byte, of its first 1,000 bytes alone\n", said)
     named = f"{tmp_path}/o/best.pt"
     assert f"{named}: the model at its best validation loss (python model.py --ckpt={shlex.quote(named)} " in said
     shutil.copytree(tmp_path / "o", tmp_path / "p")
@@ -4152,6 +4152,8 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     one_line(train_shaq_here("--eval_tokens=10"), "10 tokens", "--eval_tokens")  # before the run that is there makes way
     pd.prepare(str(tmp_path / "data/few"), "few", "byte", bytes(100), "", percent=(90, 99))  # one to test on
     one_line(train_shaq_here("--dataset=few"), "0 tokens are too few to evaluate on")
+    pd.write_bin(str(tmp_path / "data/few/test.bin"), np.full(1, 300, np.uint16), 65536)
+    one_line(train_shaq_here("--dataset=few"), "test.bin", "300", "vocabulary of 256")
     assert losses(records(tmp_path / "out"))[1].keys() == {0}
     for flag in ("--n_embd=32", "--batch=4", "--bptt=9", "--lr=1", "--seed=2", "--preset=sharnn", "--mem_len=99", "--optimizer=adamw", "--dropout=0",
                  "--weight_decay=1", "--grad_clip=9", "--schedule=constant", "--warmup_steps=9", "--min_lr=1", "--dataset=other"):
@@ -5199,6 +5201,7 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys, monkeypatch)
           "train_gpt.py: unknown flag --attn_ot; did you mean --attn_out? (--help lists all)", status=2)
     fails(capsys, lambda: parser.parse_args(["--attn", "x"]), "unknown flag --attn", status=2)
     assert parser.parse_args(["--attn_out", "-- a comment"]).attn_out == "-- a comment"
+    assert parser.parse_args(["--attn_out=~/x"]).attn_out == os.path.expanduser("~/x")  # which a shell leaves as it is
     fails(capsys, lambda: parser.parse_args(["--compile=maybe"]), "expected 0 or 1", status=2)
     parser.add_argument("--set", default="", help="name=value,..")
     parser.add_argument("--prompt", default="\n", help="a line break is no default that a reader could see")
