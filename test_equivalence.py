@@ -1742,7 +1742,8 @@ def test_peak_flops_knows_cards_by_whole_words(monkeypatch):
     for name, peak in (("H200", 989), ("H200 NVL", 836), ("H100 80GB HBM3", 989), ("H100 NVL", 836), ("H100 PCIe", 756),
                        ("A100-SXM4-80GB", 312), ("L40", 181), ("L40S", 362), ("L4", 121), ("A10G", 70), ("RTX A6000", 155), ("B200", 2250),
                        ("GeForce RTX 3090", 71), ("GeForce RTX 4090", 165),
-                       *((other, measured) for other in ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 3090 Ti", "A100-SXM4-40GB MIG 1g.5gb"))):
+                       *((other, measured) for other in ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 3090 Ti", "GeForce RTX 4090 D",
+                                                   "A100-SXM4-40GB MIG 1g.5gb"))):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: f"NVIDIA {name}")
         assert model_py.peak_flops(model_py.Machine(torch.device("cuda"), torch.bfloat16, 0, 1, ""))[0] == peak * 1e12
     for device, dtype, n, times in (("cpu", torch.bfloat16, 1024, 1), ("cuda", torch.float32, 4096, 20)):
@@ -1890,6 +1891,7 @@ def test_gpt_cache_filled_in_pieces(attn, pos, out):
         parts.append(m(idx[:, start:start + n], cache=cache, pos=start))
         start += n
     assert error(torch.cat(parts, 1), m(idx).detach()) < 1e-12
+    refuses(lambda: m(idx[:, :1], cache=m.new_cache(2, 17), pos=16), "17 tokens, but block_size is 16")
     m.wte = nn.Sequential(nn.Embedding(97, 8), nn.Linear(8, 48)).double()  # another embedding, which has no weight
     assert torch.equal(*(m.generate(idx[:, :3], 4, 0.0, use_cache=cached) for cached in (True, False)))
 
@@ -2219,6 +2221,9 @@ def test_run_processes_share_the_work_by_rank_and_a_machines_gpus_by_local_rank(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **kw: None)
     monkeypatch.setattr(model_py.Machine, "all", lambda self, done: done)
+    with monkeypatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "x")
+        refuses(lambda: machine("cpu", "float32"), "LOCAL_RANK=x")
     for name, value in (("is_available", True), ("device_count", 4), ("set_device", None), ("is_bf16_supported", True),
                         ("get_device_name", "a GPU")):
         monkeypatch.setattr(torch.cuda, name, lambda *a, value=value, **kw: value)
