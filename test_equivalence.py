@@ -3839,8 +3839,9 @@ def test_shaq_impossible_settings_and_states_are_one_line():
         refuses(lambda: model(idx, idx.T), "targets have shape (4, 2)", "(2, 4)")  # as many numbers
         refuses(lambda: model.generate(idx, 2, temperature=-1), "temperature=-1")
         refuses(lambda: model.generate(idx, 2, temperature=math.nan), "temperature=nan")
-    _, state = tiny_shaq("qrnn", memory="mean", mean_window=8)(idx.repeat(1, 2)[:, :6])
-    refuses(lambda: tiny_shaq("qrnn", memory="mean", mean_window=4)(idx, state=state), "mean_window=4", "another model's")  # else without end
+    for n in (6, 4):
+        _, state = tiny_shaq("qrnn", memory="mean", mean_window=8)(idx.repeat(1, 2)[:, :n])
+        refuses(lambda: tiny_shaq("qrnn", memory="mean", mean_window=4)(idx, state=state), "mean_window=4", "another model's")  # else without end
     for m, block, name in ((model, model.blocks[1], "blocks.1.extra"), (gpt := make(), gpt.h[0], "h.0.extra")):
         block.extra = nn.Parameter(torch.ones(3))
         refuses(m.init_weights, name, kind=RuntimeError)
@@ -3913,6 +3914,8 @@ def test_train_shaq_reads_the_streams_in_windows():
         assert train_shaq.average_length(seed, 1024) == pytest.approx(996.5, abs=1.2)
     draws = train_shaq.window_lengths(np.random.default_rng(1), 1000, 20_000)
     assert draws[draws < 700].std() == pytest.approx(5, abs=0.5)  # about 500; int() hardly matters
+    low = SimpleNamespace(random=np.zeros, normal=lambda mean, deviation: mean - 0.1)
+    assert train_shaq.window_lengths(low, 100, 2).tolist() == [99, 99]
 
 
 def test_train_shaq_evaluation_by_hand(monkeypatch):
@@ -3927,9 +3930,9 @@ def test_train_shaq_evaluation_by_hand(monkeypatch):
     assert sums[2] == 0 and sum(sums) / 180 == pytest.approx(found)
     cut, read = [], train_shaq.read  # a stream is of 64 tokens or more, if there are so many to read
     monkeypatch.setattr(train_shaq, "read", lambda tokens, mine, length, *a: cut.append((len(mine), length)) or read(tokens, mine, length, *a))
-    for n, most in ((200, 2**62), (63, 2**62), (2000, 2**62), (2000, 64), (2000, 127)):
+    for n, most in ((200, 2**62), (193, 2**62), (63, 2**62), (2000, 2**62), (2000, 64), (2000, 127)):
         train_shaq.evaluate(m, np.zeros(n, int), most, 999, cpu)
-    assert cut == [(3, 66), (1, 62), (16, 124), (1, 64), (1, 127)]
+    assert cut == [(3, 66), (3, 64), (1, 62), (16, 124), (1, 64), (1, 127)]
     for n, most in ((2000, 63), (1, 2**62)):
         with pytest.raises(SystemExit):
             train_shaq.eval_streams(np.zeros(n, int), most, 16)
