@@ -3841,7 +3841,7 @@ def test_shaq_impossible_settings_and_states_are_one_line():
         refuses(lambda: model.generate(idx, 2, temperature=math.nan), "temperature=nan")
     for n in (6, 4):
         _, state = tiny_shaq("qrnn", memory="mean", mean_window=8)(idx.repeat(1, 2)[:, :n])
-        refuses(lambda: tiny_shaq("qrnn", memory="mean", mean_window=4)(idx, state=state), "mean_window=4", "another model's")  # else without end
+        refuses(lambda: tiny_shaq("qrnn", memory="mean", mean_window=4)(idx, state=state), "mean_window=4", "another model's")
     for m, block, name in ((model, model.blocks[1], "blocks.1.extra"), (gpt := make(), gpt.h[0], "h.0.extra")):
         block.extra = nn.Parameter(torch.ones(3))
         refuses(m.init_weights, name, kind=RuntimeError)
@@ -4187,7 +4187,7 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
         one_line(train_shaq_here("--max_steps=1", "--n_embd=8"), "could not be written", "best.pt")
         patch.setattr(train_shaq, "write_or_warn", lambda path, f: True)  # to the disk of another machine
         assert "best.pt" not in ended(train_shaq_here("--max_steps=0", out="remote"))[1]
-    one_line(train_shaq_here("--resume", "--stage2=x"), "--stage2", "--resume")
+    one_line(train_shaq_here("--resume", "--stage2=x"), "--stage2 starts a new run and --resume continues one")
     one_line(train_shaq_here("--stage2="), "does not exist")
     torch.save(dict(kind="GPT", config={}, model={}, data={}), tmp_path / "gpt.pt")
     one_line(train_shaq_here(f"--stage2={tmp_path / 'gpt.pt'}"), "gpt.pt is a checkpoint of train_gpt.py", "another\n")
