@@ -2012,6 +2012,7 @@ def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tenso
     whose pairs (x_2i, x_2i+1) were turned by the angles of cos and sin, (T, 1, w / 2) fp32, are turned back in fp32 or wider; the others
     are copied. Not differentiable. Other shapes of cos and sin that broadcast, such as tables for each sequence, take the PyTorch path.
     ValueError if the parts' shapes differ (as with grouped queries), if w is odd, or for several devices."""
+    _reverse_mode_only("rope_backward")
     _check_devices("rope_backward", *grads, cos, sin)
     if any(g.shape != grads[0].shape or g.size(-1) % 2 for g in grads):
         raise ValueError(f"rope_backward: expected gradients of one shape (B, h, T, w), w even, got {[tuple(g.shape) for g in grads]}")
@@ -2081,11 +2082,24 @@ if triton is not None:
                                           *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], **plan, num_warps=warps, enable_fp_fusion=True)
 
 
-@_operator("one_query_attention", lambda q, k, v, mask: q.new_empty(*q.shape[:3], v.shape[3]))
+def _one_query_fake(q, k, v, mask):
+    _check_devices("one_query_attention", *(t for t in (q, k, v, mask) if t is not None))
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@_operator("one_query_attention", _one_query_fake)
 def one_query_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """softmax(q k^T / sqrt(w) + mask) v: q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u), of one dtype, any strides; mask (1, S) of floats, or
     None. Returns (B, h, 1, u). Not differentiable. On a GPU, in fp32, bf16 and fp16, for heads up to 256, by Triton: fp32 in between, and
-    positions at -inf are not read, so that not even a NaN there counts. Else PyTorch's operator."""
+    positions at -inf are not read, so that not even a NaN there counts (if all are, the result is NaN). Else PyTorch's operator. ValueError
+    for other shapes (as with grouped queries), a mask of another kind, or several devices."""
+    _reverse_mode_only("one_query_attention")
+    _check_devices("one_query_attention", *(t for t in (q, k, v, mask) if t is not None))
+    (B, h, _, w), (*_, S, u) = q.shape, v.shape
+    if ((q.shape, k.shape, v.shape) != ((B, h, 1, w), (B, h, S, w), (B, h, S, u))
+            or mask is not None and not (mask.shape == (1, S) and mask.is_floating_point())):
+        raise ValueError("one_query_attention: expected q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u) and a mask (1, S) of floats or None; "
+                         f"got {', '.join(f'{tuple(t.shape)} in {t.dtype}' for t in (q, k, v, mask) if t is not None)}")
     if q.is_cuda and triton is not None and q.dtype in (torch.float32, torch.bfloat16, torch.float16) and max(q.shape[3], v.shape[3]) <= 256:
         _one_query_triton(q, k, v, mask, out := q.new_empty(*q.shape[:3], v.shape[3]))
         return out

@@ -1383,6 +1383,18 @@ def test_attention_of_one_query_takes_its_kernel_on_a_gpu_without_gradients():
     torch.library.opcheck(kernels.one_query_attention, (q, k, k, mask), test_utils=("test_schema", "test_faketensor"))
 
 
+def test_one_query_attention_refuses_what_its_kernel_would_misread():
+    "By strides alone it would read past the keys' heads, leave later queries' rows unwritten, and take True in a mask for a score of 1"
+    q, k, op = torch.randn(2, 4, 1, 8), torch.randn(2, 4, 5, 8), kernels.one_query_attention
+    for args in ((q, k[:, :1], k[:, :1], None), (k, k, k, None), (q, k, k[:, :, :4], None), (q, k[..., :4], k, None), (q, k[:1], k[:1], None),
+                 (q, k, k, torch.zeros(2, 1, 1, 5)), (q, k, k, torch.zeros(1, 4)), (q, k, k, torch.ones(1, 5, dtype=torch.bool))):
+        refuses(lambda: op(*args), "one_query_attention: expected q (B, h, 1, w)")
+    refuses(lambda: op(q, k, k, torch.zeros(1, 5, device="meta")), "all on one device")
+    with torch.autograd.forward_ad.dual_level():
+        refuses(lambda: op(q, k, k, None), "reverse mode only", kind=NotImplementedError)
+        refuses(lambda: kernels.rope_backward([k, k, k], *model_py.rope_table(5, 8)), "reverse mode only", kind=NotImplementedError)
+
+
 def test_gpt_sees_no_later_token_and_rope_only_distances():
     for attn in CHOICES["attn"]:
         m, idx = make(attn=attn), torch.randint(0, 97, (2, 12))
