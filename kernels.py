@@ -138,7 +138,7 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
     H = _paley(m) if m > 1 else torch.ones(1, 1, dtype=torch.int8, device="cpu")
     while len(H) < n:
         H = torch.kron(H, H.new_tensor([[1, 1], [1, -1]]))
-    return H.to(device=device or torch.get_default_device(), dtype=dtype)
+    return H.to(device=torch.get_default_device() if device is None else device, dtype=dtype)  # 0 is a device, too
 
 
 # -----------------------------------------------------------------------------

@@ -285,6 +285,13 @@ def test_hadamard_matrix_is_a_real_one_wherever_it_was_first_made():
         assert type(hadamard_matrix(n)) is torch.Tensor and torch.equal(hadamard_transform(torch.eye(n)), hadamard_matrix(n))
 
 
+def test_hadamard_matrix_on_device_0_is_not_on_the_default_device():
+    if torch.accelerator.is_available():
+        assert hadamard_matrix(4, device=0).device == torch.empty(0, device=0).device
+    else:
+        refuses(lambda: hadamard_matrix(4, device=0), kind=(AssertionError, RuntimeError))
+
+
 def test_hadamard_order_that_does_not_exist_names_the_nearest():
     for n, near in ((3, (2, 4)), (52, (48, 56)), (100, (96, 104)), (770, (768, 776)), (0, (1,)), (-4, (1,))):
         for call in (lambda: hadamard_matrix(n), lambda: hadamard_transform(torch.zeros(2, n)) if n > 0 else hadamard_matrix(n)):
