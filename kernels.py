@@ -1286,7 +1286,7 @@ def _norm_backward_torch(x, out, stats, dout, dnormed, alpha, weight, has_shift,
             dmean, drstd = dstats[:, :, None] / out.shape[1]
             dy = dy - unit * rstd ** 2 * drstd + (0 if rms else dmean)
     else:
-        g, y = dnormed.to(weight.dtype), out.to(weight.dtype)
+        g, y, weight = (t.to(stats.dtype) for t in (dnormed, out, weight))  # all of one dtype, even if weight is fp64 and y is not
         dy, dweight, dshift = torch.ops.aten.native_layer_norm_backward(g, y, y.shape[1:], mean, rstd, weight, weight, [True, True, has_shift])
         dy = dy + dout
     dx = _hadamard(dy if x.dtype == torch.float16 else dy.to(x.dtype), None, None, alpha, scale, n_head, heads_only).to(x.dtype)

@@ -327,6 +327,9 @@ def test_hadamard_norm_and_its_gradients_beside_a_residual_of_any_dtype():
                 assert all(g.dtype == t.dtype and error(g, e) < (most if i > 1 else most / 4)
                            for i, (g, t, e) in enumerate(zip(found, (residual, x, *leaf), exact))), (kind, other, rms)
             exact = found
+        vectors = [v.to(kind).requires_grad_() for v in VECTORS]
+        y, normed = hadamard_affine_norm(x, *vectors[:2], residual, *vectors[2:], rms=rms, n_head=2)
+        torch.autograd.grad((y, normed), vectors, [dy.to(t.dtype) for t in (y, normed)])  # vectors of any dtype, too
         if kind == torch.float32 and not rms:  # as exact as the wider of its inputs
             assert error(normed, F.layer_norm(y.double(), (64,), *(v.double() for v in VECTORS[2:]))) < 1e-6
 
