@@ -836,8 +836,9 @@ if triton is not None:
             for i in tl.static_range(M * P):
                 by = by + (_load_vector(alpha + part, to[i], live, R, W) * scale,)
         # With two stages the next rows are copied into shared memory meanwhile, if a thread's share of a row is 4 bytes or more. One stage
-        # if they would not fit into the 99 KiB of the smallest cards
-        STAGES: tl.constexpr = 2 if R * M * P * W * x.dtype.element_ty.primitive_bitwidth <= 90 * 4096 else 1
+        # if those of x and dy, which may be wider, would not fit into the 99 KiB of the smallest cards
+        BITS: tl.constexpr = x.dtype.element_ty.primitive_bitwidth + dy.dtype.element_ty.primitive_bitwidth
+        STAGES: tl.constexpr = 2 if R * M * P * W * BITS <= 90 * 8192 else 1
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=STAGES):
             row = block * R + tl.arange(0, R).to(tl.int64)  # 64 bits: row * D passes 2^31
             rows = row[:, None] * D + part

@@ -6669,10 +6669,10 @@ POOL_CODE = [(*kind, sm, dtype, 0, 1, False, "", *flags) for kind in ((136, "poo
              for sm, dtype, *flags in ((90, "bf16"), (90, "bf16", "ACT"), (90, "bf16", "SUMMARY"), (100, "fp16", "SEGMENTED"),
                                        (80, "fp32", "SEGMENTED"))]
 ROPE_CODE = [(0, "rope backward", sm, "bf16", *shape) for sm, shape in ((90, (64, 12)), (80, (96, 16)), (100, (64, 12)))]
-WIDE_CODE = (0, "grads", 86, "fp32", 16384, 128, False, "")  # for a card with little shared memory
+WIDE_CODE = [(0, "grads", 86, dtype, 16384, 128, False, "fp32") for dtype in ("fp32", "bf16")]  # for a card with little shared memory
 ONE_QUERY_CODE = [(most, "one query", sm, dtype, d, programs) for most, sm, dtype, d, programs in (
     (6, 90, "bf16", 64, 24576), (8, 80, "fp16", 96, 24576), (6, 100, "bf16", 128, 24576), (7, 90, "bf16", 64, 12), (7, 90, "fp32", 64, 24576))]
-CODE = dict(hadamard=[*HADAMARD_CODE, WIDE_CODE], fopool=POOL_CODE, rope=ROPE_CODE, one_query=ONE_QUERY_CODE)
+CODE = dict(hadamard=[*HADAMARD_CODE, *WIDE_CODE], fopool=POOL_CODE, rope=ROPE_CODE, one_query=ONE_QUERY_CODE)
 
 
 def compile_in(pool, case):
@@ -6744,7 +6744,8 @@ def test_hadamard_machine_code_has_no_spills_and_few_instructions(compiled):
         if kind in ("grads", "backward") and sum(op.startswith("LDGSTS") for op in code.ops) != ahead:
             faults.append((what, "the next rows are not copied meanwhile", ahead))
     assert not faults
-    assert compiled[WIDE_CODE].result().shared <= 99 * 1024  # with the next rows copied meanwhile it would want 136 KiB, and not start
+    for case in WIDE_CODE:
+        assert compiled[case].result().shared <= 99 * 1024  # with the next rows copied meanwhile it would want 136 or 104 KiB, and not start
 
 
 @needs_triton
