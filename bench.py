@@ -825,9 +825,9 @@ ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200's thre
 
 
 def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual="", **flags):
-    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "dots forward", "dots pre"
-    or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d, "rope backward" and "one query" (of so many
-    programs; instructions an element of k and v, of one round); flags: the kernel's;
+    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "pre" ("forward" with pre for
+    alpha and beta), "dots forward", "dots pre" or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d,
+    "rope backward" and "one query" (of so many programs; instructions an element of k and v, of one round); flags: the kernel's;
     residual: "fp32" beside rows of 16 bits. -> registers and bytes of stack a thread, bytes of shared memory; ops: the opcodes with their
     modifiers, in order; each and loop: instructions an element in all and in the longest loop (0 if none); far: how many addresses, or tensors
     of them, have 64-bit offsets; plan. Not for a process with TRITON_INTERPRET=1."""
@@ -861,7 +861,7 @@ def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual
         plan |= flags
         elements = plan["N"] * 2 * d
     else:
-        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind)
+        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, "forward" if kind == "pre" else kind)
         plan = plan | dict(RMS=False) | flags
         fn = {"grads": kernels._hadamard_grads_kernel, "backward": kernels._hadamard_grads_kernel, "norm": kernels._hadamard_norm_kernel,
               "norm backward": kernels._hadamard_norm_backward_kernel}.get(kind.removesuffix(" few"), kernels._hadamard_kernel)
@@ -946,7 +946,7 @@ def bench_code(args):
                     jobs[kind, only, d] = pool.submit(code_of, kind, args.sm, dtype)
                 continue
             dots = size == 2 and args.sm >= 80 and not only and kind in ("forward", "pre", "backward") and kernels._dot_plan(d, HEADS[d], kind)
-            if dots or kernels._plan(d, HEADS[d], only, 8 * size, kind):
+            if dots or kernels._plan(d, HEADS[d], only, 8 * size, "forward" if kind == "pre" else kind):
                 jobs[kind, only, d] = pool.submit(code_of, f"dots {kind}" if dots else kind, args.sm, dtype, d, HEADS[d], only)
         for name, kind, only, moved, of_loop in kinds:
             row = {"kernel": name, "bytes an element": moved * size, "an H200's budget": round(moved * size * ISSUE)}

@@ -350,7 +350,7 @@ if triton is not None:
         return at
 
     @triton.jit
-    def _signs(scale, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
+    def _signs(scale, P: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
         "The factors, +-scale, for a thread's numbers of even and of odd tiles after _inner: (1, W) each"
         K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
         L: tl.constexpr = W // (K * V)
@@ -542,7 +542,7 @@ if triton is not None:
                 n = n + (t[i].to(tl.float32) * _load_vector(pre + part, at[i], live, R, W),)
             t = n
         t = _transform(t, R, M, P, W, INNER, V, TURN)
-        unit = _signs(scale, M, P, W, INNER, V, TURN)
+        unit = _signs(scale, P, W, INNER, V, TURN)
         for i in tl.static_range(M * P):
             y = t[i] * unit[i % 2]
             if alpha is not None:
@@ -722,7 +722,7 @@ if triton is not None:
         ok = (row < N)[:, None] & live[None, :] if CW > C else (row < N)[:, None]
         ahead = _load_tiles(residual + rows, to, ok, M * P)  # before any store, which it would wait for, as addresses might be equal
         t = _transform(_load_tiles(x + rows, at, ok, M * P), R, M, P, W, INNER, V, TURN)
-        unit = _signs(scale, M, P, W, INNER, V, TURN)
+        unit = _signs(scale, P, W, INNER, V, TURN)
         y = ()
         total = tl.zeros((R, W), tl.float32)  # over tiles first, across threads once
         for i in tl.static_range(M * P):
@@ -762,7 +762,7 @@ if triton is not None:
         copy's rate if it mixes heads only, else at 0.6 to 0.8: besides its sums a thread's registers hold few rows."""
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         back = _places(M, P, C, CW, W, INNER, V, TURN + 2)
-        unit, unit_back = _signs(scale, M, P, W, INNER, V, TURN), _signs(scale, M, P, W, INNER, V, TURN + 1)
+        unit, unit_back = _signs(scale, P, W, INNER, V, TURN), _signs(scale, P, W, INNER, V, TURN + 1)
         live = tl.arange(0, W) < C if CW > C else None
         dw = (tl.zeros((R, W), tl.float32),) * (M * P)
         db = dw
@@ -827,7 +827,7 @@ if triton is not None:
         part = tl.program_id(1) * CW
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         back = _places(M, P, C, CW, W, INNER, V, TURN + 2)
-        unit, unit_back = _signs(scale, M, P, W, INNER, V, TURN), _signs(1.0, M, P, W, INNER, V, TURN + 1)
+        unit, unit_back = _signs(scale, P, W, INNER, V, TURN), _signs(1.0, P, W, INNER, V, TURN + 1)
         live = tl.arange(0, W) < C if CW > C else None
         da = (tl.zeros((R, W), tl.float32),) * (M * P)  # summed over rows once, at the end
         db = da
@@ -921,8 +921,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     nor d / n_head is a power of two; for a mix over more than 64 heads, or over heads whose width is no multiple of 8; for d above 65536,
     which would spill. For "backward" and the "norm"s also None where two kernels are better.
     bits: 16 or 32, of one element.
-    kind: "forward" (or "pre", the same), "few" (at most _FEW rows), "grads" (of alpha and beta), "backward" (of x as well), "norm",
-    "norm few", "norm backward"."""
+    kind: "forward", "few" (at most _FEW rows), "grads" (of alpha and beta), "backward" (of x as well), "norm", "norm few", "norm backward"."""
     d, n_head = operator.index(d), operator.index(n_head)
     mh, ch = _split_order(n_head)
     mi, ci = (1, 1) if heads_only else _split_order(d // n_head)
@@ -941,9 +940,10 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         each = 4 if M * P <= (12 if kind == "backward" else 16) and CW <= C else 2  # a thread's, of a tile
         if "norm" in kind:
             each = 2 if kind == "norm" else 1
-        warps = 2 if kind in ("grads", "backward") and M * P <= (24 if kind == "backward" else 32) else 4  # with 2 numbers of 32 tiles it spills
-        if kind not in ("forward", "pre", "few") and M * P > (16 if kind == "backward" else 32):  # up to 64 heads: else it would
-            each = max(1, each // 2)                                                             # spill and take minutes to compile
+        sums = kind in ("grads", "backward")
+        warps = 2 if sums and M * P <= (24 if kind == "backward" else 32) else 4  # with 2 numbers of 32 tiles it spills
+        if sums and M * P > (16 if kind == "backward" else 32):  # else it would spill and take minutes to compile
+            each = max(1, each // 2)
         if kind == "norm" or "few" in kind:  # more warps would repeat a narrow tile's work
             warps = max(1, W // (32 * (each if kind == "norm" else 1)))
         R = 1 if "few" in kind else max(1, each * 32 * warps // W)
@@ -1076,15 +1076,16 @@ def _multiprocessors(device):  # the interpreter has as many as an H200
 
 
 def _programs(N, plan, warps, device, kind):
-    """How many programs to launch of a kernel that sums over rows: as many as the multiprocessors' registers hold at once, on each 8
-    warps of 255 a thread, 12 of 168 or 16 of 128; more would run later, alone"""
-    numbers = (512 if "K" in plan else plan["R"] * plan["W"]) * plan["M"] * plan["P"] // (32 * warps)  # a thread's, of one tensor
-    few = 32 if kind == "backward" or kind == "grads" and plan["INNER"] else 48 if kind == "grads" else 0
+    """How many programs to launch of a kernel that sums over rows: as many as run at once, since more would run later, alone. A
+    multiprocessor has registers for 8 warps of 255 a thread, 12 of 168 or 16 of 128. Which of these a kernel takes follows from how many
+    numbers of one tensor a thread holds, by its compiled code: above `most` 255"""
+    numbers = (512 if "K" in plan else plan["R"] * plan["W"]) * plan["M"] * plan["P"] // (32 * warps)
+    most = 32 if kind == "backward" or kind == "grads" and plan["INNER"] else 48 if kind == "grads" else 0
     if kind == "norm backward" and not plan["INNER"]:
-        few = 16 if plan["W"] > 64 else 12  # 16 heads of 64 take 188 registers
+        most = 16 if plan["W"] > 64 else 12  # 16 heads of 64 take 188 registers
     if "K" in plan and (_capability(device) == (8, 0) or _capability(device)[0] == 12):  # there 32 take up to 188 registers, elsewhere 168
-        few = 16
-    held = 8 if numbers > few else 16 if kind == "grads" and plan["INNER"] and warps == 1 else 12  # several warps a row: up to 168
+        most = 16
+    held = 8 if numbers > most else 16 if kind == "grads" and plan["INNER"] and warps == 1 else 12  # several warps a row: up to 168
     return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, held // warps))
 
 
