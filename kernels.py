@@ -11,9 +11,9 @@ Operators of the three papers, each with its derivative, each with a fast path f
 
 To copy an operator into another repository:
     the Hadamard operators    everything above the comment "fo-pooling" (for the matrix alone, everything above "PyTorch path")
-    fo-pooling                the top of the file, to the end of the function _reverse_mode_only, and everything from that comment on
-    rotary positions          the top of the file, likewise, and everything from the comment "Rotary positions backward" on
-    attention of one query    the top of the file, likewise, and everything from the comment "Attention of one query" on
+    fo-pooling                the top, to the end of the function _reverse_mode_only, and everything from the comment "fo-pooling" on
+    rotary positions          the same top, and everything from the comment "Rotary positions backward" on
+    attention of one query    the same top, and everything from the comment "Attention of one query" on
 Each part needs torch, uses Triton where that is installed, and nothing else.
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2
@@ -312,11 +312,12 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 #     TURN     by how many places the numbers that a program loads are turned already: see _inner. 1 if A > 1: for 16 heads of 96, whose
 #              tiles are pieces of 16 bytes, each load then takes two neighbouring pieces, a sector of the cache
 # The plans were chosen by timing on an H200 (November 2026, 65,536 rows in bf16). Counting instructions in compiled code misleads: for
-# d = 1024 it favours tensor cores (12.6 an element; butterflies 20), yet these took 104 us (16 rows in four warps of 197 registers),
-# butterflies 76 (one row in one warp of 64), a copy 65. Many small programs hide one another's waits. So a loop over rows that copies ahead
-# into shared memory is slower (188 us), as are vectors loaded before they are wanted (77). Halving the shuffles (_inner) cut 241 us to 128
-# for d = 1536 (a copy: 97), 190 to 153 for 2048. Mostly loads of alpha and beta remain: with pre alone d = 1024 runs at 0.98 of a copy's
-# rate. The tensor-core kernels below are newer: one warp, no shuffles, 11 to 18 instructions an element. Nobody has timed them.
+# d = 1024 it favoured a kernel on tensor cores, since dropped (12.6 an element; butterflies 20), yet that took 104 us (16 rows in four
+# warps of 197 registers), butterflies 76 (one row in one warp of 64), a copy 65. Many small programs hide one another's waits. So a loop
+# over rows that copies ahead into shared memory is slower (188 us), as are vectors loaded before they are wanted (77). Halving the
+# shuffles (_inner) cut 241 us to 128 for d = 1536 (a copy: 97), 190 to 153 for 2048. Mostly loads of alpha and beta remain: with pre alone
+# d = 1024 runs at 0.98 of a copy's rate. The kernels on tensor cores below came later (one warp, no shuffles, 11 to 18 instructions an
+# element). Nobody has timed them.
 
 if triton is not None:
 
@@ -329,6 +330,7 @@ if triton is not None:
     # No selections are needed: of tiles (0, 1) a thread holds (b, 1 - b), b being its lane's next bit, so it always keeps the first and
     # sends the second. Of (x, y), x + y and x - y are put in the next level's order by a factor of +-1 on y. x - y may come out
     # negated: that sign depends on the thread alone and does not change any more, so _signs corrects all of them at the end.
+    # K: the warps that share a row. L: the threads of each. T: TURN modulo the number of places in the ring.
 
     @triton.jit
     def _places(M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr,
@@ -757,9 +759,9 @@ if triton is not None:
                                        RMS: tl.constexpr):
         """All gradients of the kernel above: dresidual = dout + the norm's gradient, dx = scale * ((alpha * dresidual) @ H), and partial
         sums over this program's rows of the gradients of alpha (dresidual * scale * (x @ H)), beta, weight and shift, each in row
-        program_id(0) of a (G, D). In bf16 with an fp32 residual it moves 18 bytes an element. A second kernel for alpha and beta made that
-        22; torch.compile of the formula (_norm_backward_torch) and two transforms move some 34. On an H200 it runs at 0.8 to 1.0 of a
-        copy's rate if it mixes heads only, else at 0.6 to 0.8: besides its sums a thread's registers hold few rows."""
+        program_id(0) of a (G, D). In bf16 with an fp32 residual it moves 18 bytes an element. With a kernel of their own for alpha and beta
+        that would be 22; torch.compile of the formula (_norm_backward_torch) and two transforms move some 34. On an H200 it runs at 0.8 to 1.0
+        of a copy's rate if it mixes heads only, else at 0.6 to 0.8: besides its sums a thread's registers hold few rows."""
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         back = _places(M, P, C, CW, W, INNER, V, TURN + 2)
         unit, unit_back = _signs(scale, P, W, INNER, V, TURN), _signs(scale, P, W, INNER, V, TURN + 1)
@@ -1020,7 +1022,7 @@ def _dot_plan(d, n_head, kind="forward"):
 
 
 @lru_cache(None)
-def _capability(device):  # (0, 0) if not NVIDIA's; the interpreter is an H200
+def _capability(device):  # of an NVIDIA GPU; AMD's have (0, 0), and a CPU, where only the interpreter runs the kernels, an H200's
     if device.type != "cuda":
         return 9, 0
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
@@ -1328,8 +1330,8 @@ _hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
 
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
-    """Whether hadamard_affine_norm is one kernel on a GPU: where a program can hold whole rows, up to d = 768, above which an H200 was slower
-    so, or for a mix over up to 28 heads (slower at d = 1024 when last timed, with more programs than now)"""
+    """Whether hadamard_affine_norm is one kernel on a GPU: up to d = 768, above which an H200 was slower so, and for a mix over up to 28 heads
+    whose rows a program can hold. (That was slower, too, at d = 1024 when last timed, but its backward pass launched more programs then.)"""
     if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
         return False
     plan = _plan(d, n_head, heads_only, 16, "norm")
@@ -1388,7 +1390,7 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     each gradient has its tensor's dtype. Returns x's shape and dtype. Wrong shapes and an n_head that does not divide d are ValueErrors.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d. For most sizes that is the same matrix; for all, the inner factor H_(d/h) can be
     folded into the value projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
-    On tensor cores (16-bit rows of most widths from 256 to 4096) alpha's gradient is made of 16 bits of x @ H, an error of some 5e-6, and
+    On tensor cores (16-bit rows of most widths from 256 to 4096) alpha's gradient takes x @ H to 16 binary digits, an error of some 5e-6, and
     a row with an infinite number, or a sum beyond fp32's range, comes out all NaN.
     """
     _reverse_mode_only("hadamard_affine")
@@ -1945,8 +1947,9 @@ def qrnn_pool(gates, c0=None):
 
 # -----------------------------------------------------------------------------
 # Rotary positions backward: from the gradients of q, k, v, in heads, that of the projection they were cut from. torch.compile makes one
-# kernel of the rotation, the transpose and the join. Its threads fetch pairs by two-byte loads, for all of the output: on an H200 (B 32,
-# T 1024, 12 heads of 64, bf16) it takes 390 us, where the traffic alone takes 75. By halves, by roll or by pairs it is no faster.
+# kernel of the rotation, the transpose and the join, but one whose threads fetch all numbers, even those that are only copied, two bytes at
+# a time: on an H200 (B 32, T 1024, 12 heads of 64, bf16) it takes 390 us, where the traffic alone takes 75. However the rotation was
+# written (by halves, by roll or by pairs), it was no faster.
 
 if triton is not None:
 
@@ -2036,14 +2039,14 @@ if triton is not None:
     def _one_query_kernel(q_ptr, k_ptr, v_ptr, mask_ptr, out_ptr, S, h, scale, qb, qh, kb, kh, ks, vb, vh, vs, w: tl.constexpr,
                           W: tl.constexpr, u: tl.constexpr, U: tl.constexpr, N: tl.constexpr):
         """One program: one head of one sequence, q (w,), k (S, w), v (S, u), N positions at a time; strides of batch, heads and positions.
-        p = exp(score - most), most being the largest so far; what came before is scaled down when it grows. Each position's row of y is
-        summed only at the end, so that in between no thread waits for another but for the scores and their maximum."""
+        p = exp(score - most), most being the largest so far; what came before is scaled down when it grows. Row r of y sums position r of
+        each round; the rows are added up only at the end, so that until then threads wait for one another just for scores and their maximum."""
         n = tl.program_id(0)
         b, a = (n // h).to(tl.int64), (n % h).to(tl.int64)
         i, j, r = tl.arange(0, W)[None, :], tl.arange(0, U)[None, :], tl.arange(0, N)
         k_ptr += b * kb + a * kh
         v_ptr += b * vb + a * vh
-        q = tl.load(q_ptr + b * qb + a * qh + i, i < w, 0.0).to(tl.float32) * scale                     # (1, W), for exp2
+        q = tl.load(q_ptr + b * qb + a * qh + i, i < w, 0.0).to(tl.float32) * scale                     # (1, W); scale holds log2(e), for exp2
         end = S if mask_ptr is None else 0  # of the positions to be read
         if mask_ptr is not None:
             for s in range(0, S, 256):
