@@ -321,6 +321,61 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 
 if triton is not None:
 
+    @triton.jit
+    def _levels(t, NT: tl.constexpr, LEAST: tl.constexpr, END: tl.constexpr):
+        "Butterflies over the tuple of NT tiles: between tiles LEAST apart, then 2 LEAST, and so on below END"
+        for s in tl.static_range(16):
+            if LEAST <= 1 << s and 1 << s < END:
+                n = ()
+                for i in tl.static_range(NT):
+                    n = n + (t[i ^ (1 << s)] - t[i] if (i >> s) & 1 else t[i] + t[i ^ (1 << s)],)
+                t = n
+        return t
+
+    @triton.jit
+    def _grid(t, P: tl.constexpr):
+        """_across's C u + v and C v - u for H_20, in 6 additions an element, the butterfly included, instead of 10. GF(9) is a 3 x 3 grid
+        in which chi(x - y) is 1 along y's row and column, 0 at y and -1 elsewhere, so (C x)_y = x_0 - sum + 2 (row + column) - 3 x_y and
+        (C x)_0 = sum; all sums are over the grid, without x_0. The tiles are ten groups of 2 P: x_0, then the grid by rows."""
+        Q: tl.constexpr = 2 * P
+        lines = ()  # sums of 3 rows, then of 3 columns, each for Q tiles
+        for row in tl.static_range(3):
+            for j in tl.static_range(Q):
+                lines = lines + (t[(3 * row + 1) * Q + j] + t[(3 * row + 2) * Q + j] + t[(3 * row + 3) * Q + j],)
+        for i in tl.static_range(3 * Q):
+            lines = lines + (t[i + Q] + t[i + 4 * Q] + t[i + 7 * Q],)
+        n = ()
+        for y in tl.static_range(10):
+            for j in tl.static_range(Q):
+                acc = lines[j] + lines[Q + j] + lines[2 * Q + j]
+                if y > 0:
+                    acc = (t[j] - acc) - 3 * t[y * Q + j] + 2 * (lines[(y - 1) // 3 * Q + j] + lines[(3 + (y - 1) % 3) * Q + j])
+                n = n + (acc - t[y * Q + j - P] if j >= P else acc + t[y * Q + j + P],)
+        return n
+
+    @triton.jit
+    def _across(t, M: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr):
+        """H_M (x) H_(P / LEAST) (x) I over the tuple of M * P tiles. M is 1, 12, 20 or 28. The last three are Paley's second construction:
+        after one more butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), in half of the additions."""
+        t = _levels(t, M * P, LEAST, P * (1 + (M > 1)))
+        if M == 20:
+            t = _grid(t, P)
+        elif M > 1:
+            Q: tl.constexpr = 2 * P
+            n = ()
+            for y in tl.static_range(M // 2):
+                for j in tl.static_range(Q):
+                    acc = 0.0 - t[y * Q + j - P] if j >= P else t[y * Q + j + P]
+                    for x in tl.static_range(M // 2):
+                        if x != y:  # C: 1 in row and column 0, else chi(y - x), 1 if (y - x)^((q - 1) / 2) = 1 mod q = M / 2 - 1 (Euler)
+                            if x * y == 0 or (y - x) ** (M // 4 - 1) % (M // 2 - 1) == 1:
+                                acc = acc + t[x * Q + j]
+                            else:
+                                acc = acc - t[x * Q + j]
+                    n = n + (acc,)
+            t = n
+        return t
+
     # _inner applies H_W by turns. The five bits of the lane and one bit of the register (the lowest bit of the tile's number) are six places
     # in a ring (fewer if a row has fewer than 32 threads). A thread and its neighbour in one lane bit exchange one register of every two.
     # Then that bit is in the registers, where a level of the butterfly is plain additions, and the former register bit is in the lane. So
@@ -370,6 +425,14 @@ if triton is not None:
             if 1 << T != L:
                 unit = even, even * (1 - 2 * (lane // (L // 2))).to(tl.float32)
         return unit
+
+    @triton.jit
+    def _swap(t, by, NT: tl.constexpr, V: tl.constexpr):
+        "Tiles 2i and 2i + 1 change places where by is 1"
+        n = ()
+        for i in tl.static_range(NT * V):
+            n = n + (tl.where(by == 1, t[i - V] if i // V % 2 else t[i + V], t[i]),)
+        return n
 
     @triton.jit
     def _inner(t, R: tl.constexpr, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
@@ -433,69 +496,6 @@ if triton is not None:
                     u = w
             n = n + (tl.reshape(u[0], (R, W)),)
         return n
-
-    @triton.jit
-    def _swap(t, by, NT: tl.constexpr, V: tl.constexpr):
-        "Tiles 2i and 2i + 1 change places where by is 1"
-        n = ()
-        for i in tl.static_range(NT * V):
-            n = n + (tl.where(by == 1, t[i - V] if i // V % 2 else t[i + V], t[i]),)
-        return n
-
-    @triton.jit
-    def _grid(t, P: tl.constexpr):
-        """_across's C u + v and C v - u for H_20, in 6 additions an element, the butterfly included, instead of 10. GF(9) is a 3 x 3 grid
-        in which chi(x - y) is 1 along y's row and column, 0 at y and -1 elsewhere, so (C x)_y = x_0 - sum + 2 (row + column) - 3 x_y and
-        (C x)_0 = sum; all sums are over the grid, without x_0. The tiles are ten groups of 2 P: x_0, then the grid by rows."""
-        Q: tl.constexpr = 2 * P
-        lines = ()  # sums of 3 rows, then of 3 columns, each for Q tiles
-        for row in tl.static_range(3):
-            for j in tl.static_range(Q):
-                lines = lines + (t[(3 * row + 1) * Q + j] + t[(3 * row + 2) * Q + j] + t[(3 * row + 3) * Q + j],)
-        for i in tl.static_range(3 * Q):
-            lines = lines + (t[i + Q] + t[i + 4 * Q] + t[i + 7 * Q],)
-        n = ()
-        for y in tl.static_range(10):
-            for j in tl.static_range(Q):
-                acc = lines[j] + lines[Q + j] + lines[2 * Q + j]
-                if y > 0:
-                    acc = (t[j] - acc) - 3 * t[y * Q + j] + 2 * (lines[(y - 1) // 3 * Q + j] + lines[(3 + (y - 1) % 3) * Q + j])
-                n = n + (acc - t[y * Q + j - P] if j >= P else acc + t[y * Q + j + P],)
-        return n
-
-    @triton.jit
-    def _levels(t, NT: tl.constexpr, LEAST: tl.constexpr, END: tl.constexpr):
-        "Butterflies over the tuple of NT tiles: between tiles LEAST apart, then 2 LEAST, and so on below END"
-        for s in tl.static_range(16):
-            if LEAST <= 1 << s and 1 << s < END:
-                n = ()
-                for i in tl.static_range(NT):
-                    n = n + (t[i ^ (1 << s)] - t[i] if (i >> s) & 1 else t[i] + t[i ^ (1 << s)],)
-                t = n
-        return t
-
-    @triton.jit
-    def _across(t, M: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr):
-        """H_M (x) H_(P / LEAST) (x) I over the tuple of M * P tiles. M is 1, 12, 20 or 28. The last three are Paley's second construction:
-        after one more butterfly, u = x_0 + x_1 and v = x_0 - x_1 of each pair, H_M x is (C u + v, C v - u), in half of the additions."""
-        t = _levels(t, M * P, LEAST, P * (1 + (M > 1)))
-        if M == 20:
-            t = _grid(t, P)
-        elif M > 1:
-            Q: tl.constexpr = 2 * P
-            n = ()
-            for y in tl.static_range(M // 2):
-                for j in tl.static_range(Q):
-                    acc = 0.0 - t[y * Q + j - P] if j >= P else t[y * Q + j + P]
-                    for x in tl.static_range(M // 2):
-                        if x != y:  # C: 1 in row and column 0, else chi(y - x), 1 if (y - x)^((q - 1) / 2) = 1 mod q = M / 2 - 1 (Euler)
-                            if x * y == 0 or (y - x) ** (M // 4 - 1) % (M // 2 - 1) == 1:
-                                acc = acc + t[x * Q + j]
-                            else:
-                                acc = acc - t[x * Q + j]
-                    n = n + (acc,)
-            t = n
-        return t
 
     @triton.jit
     def _load_tiles(rows, at, ok, NT: tl.constexpr):
@@ -1951,6 +1951,17 @@ def qrnn_pool(gates, c0=None):
 # a time: on an H200 (B 32, T 1024, 12 heads of 64, bf16) it takes 390 us, where the traffic alone takes 75. However the rotation was
 # written (by halves, by roll or by pairs), it was no faster.
 
+
+def _rope_backward_torch(grads, cos, sin, out):
+    "Fills out (B, T, parts, h, w)"
+    for i, dx in enumerate(grads):
+        dx = dx.transpose(1, 2)                                                          # (B, T, h, w)
+        if i < 2:
+            even, odd = dx.to(torch.promote_types(dx.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
+            dx = torch.stack((even * cos + odd * sin, odd * cos - even * sin), -1).flatten(-2)
+        out[:, :, i] = dx
+
+
 if triton is not None:
 
     @triton.jit(do_not_specialize=["T", "h"])
@@ -1993,16 +2004,6 @@ if triton is not None:
                 _rope_backward_kernel[triton.cdiv(T, tile["R"]), triton.cdiv(h, tile["U"]), B](
                     dx, *(angles if i < 2 else (None, None)), out[:, :, i], T, h, *dx.stride()[:3], out.stride(1), **tile, num_warps=4,
                     enable_fp_fusion=True)
-
-
-def _rope_backward_torch(grads, cos, sin, out):
-    "Fills out (B, T, parts, h, w)"
-    for i, dx in enumerate(grads):
-        dx = dx.transpose(1, 2)                                                          # (B, T, h, w)
-        if i < 2:
-            even, odd = dx.to(torch.promote_types(dx.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
-            dx = torch.stack((even * cos + odd * sin, odd * cos - even * sin), -1).flatten(-2)
-        out[:, :, i] = dx
 
 
 def _rope_fake(grads, cos, sin):
