@@ -2,7 +2,7 @@
 Operators of the three papers, each with its derivative, each with a fast path for GPUs (Triton) and one for everything else (PyTorch).
 
     hadamard_matrix(n)                        the matrix itself, entries +1 and -1
-    hadamard_transform(x, scale)              scale * (x @ H), exact for every order n that hadamard_matrix knows
+    hadamard_transform(x, scale)              scale * (x @ H), a true H for every order that hadamard_matrix knows
     hadamard_affine(x, alpha, beta)           alpha * (x @ H / sqrt(d)) + beta in one pass over memory  [1, eq. 1]
     hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum, still in one pass
     fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [QRNN, eq. 4], on gates or on their logits
@@ -1370,12 +1370,14 @@ def _as_rows(name, x, what="x"):
 def hadamard_transform(x, scale=1.0):
     """scale * (x @ H) over the last dimension, H = hadamard_matrix(x.shape[-1]).
 
-    x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype; on the Triton path sums are
-    fp32. Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it
-    orthogonal. Unlike in that package, d = 768 takes the true H_768, not a cut-off H_1024. For d = 2^k H is the package's, for 12 * 2^k
-    that of its hadamard_transform_12N; its 20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Before
-    scaling, x H may reach d times the largest |x|; fp32 and bf16 hold up to 3.4e38. Raises ValueError for an order that does not exist
-    (not on meta), TypeError for another dtype or a scale that wants a gradient, NotImplementedError under forward-mode differentiation.
+    x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype. On the Triton path sums are fp32 (on
+    tensor cores, 16 binary digits between products). By PyTorch, bf16 rows wider than 192 may be rounded between their two products, too
+    (1.4 times the error), and on a GPU fp32 and fp16 take TF32 where torch.set_float32_matmul_precision allows it. Differentiable to any
+    order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it orthogonal. Unlike in that package,
+    d = 768 takes the true H_768, not a cut-off H_1024. For d = 2^k H is the package's, for 12 * 2^k that of its hadamard_transform_12N; its
+    20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Before scaling, x H may reach d times the largest
+    |x|; fp32 and bf16 hold up to 3.4e38. Raises ValueError for an order that does not exist (not on meta), TypeError for another dtype or a
+    scale that wants a gradient, NotImplementedError under forward-mode differentiation.
     """
     _reverse_mode_only("hadamard_transform")
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
