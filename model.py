@@ -180,6 +180,8 @@ def extend(seen, new, at):
     if isinstance(at, torch.Tensor):  # in a CUDA graph, where shapes are fixed: a mask hides the rest
         seen[:, :, at] = new.to(seen.dtype)
         return seen
+    if at[1] > seen.size(2):  # past its end a slice is empty, and takes a single token without a word
+        raise ValueError(f"{at[1]} tokens, but the cache has room for {seen.size(2)}: make a longer one")
     seen[:, :, slice(*at)] = new.to(seen.dtype)
     return seen[:, :, :at[1]]
 

@@ -1914,6 +1914,7 @@ def test_gpt_cache_filled_in_pieces(attn, pos, out):
         start += n
     assert error(torch.cat(parts, 1), m(idx).detach()) < 1e-12
     refuses(lambda: m(idx[:, :1], cache=m.new_cache(2, 17), pos=16), "17 tokens, but block_size is 16")
+    refuses(lambda: m(idx[:, :1], cache=cache, pos=9), "10 tokens, but the cache has room for 9")  # it was left out
     m.wte = nn.Sequential(nn.Embedding(97, 8), nn.Linear(8, 48)).double()  # another embedding, which has no weight
     assert torch.equal(*(m.generate(idx[:, :3], 4, 0.0, use_cache=cached) for cached in (True, False)))
 
