@@ -1035,7 +1035,7 @@ class QRNN(nn.Module):
         """x (B, T, d) -> h (B, T, d), state; state = the last window - 1 inputs (B, window - 1, d), c (B, d) fp32 or wider."""
         past, c = state if state is not None else (x.new_zeros(x.size(0), self.window - 1, x.size(2)), None)
         T, x = x.size(1), x.to(product_dtype(x))                        # the product would cast it anyway, after it is copied twice
-        x = torch.cat([past.to(x.dtype), x], dim=1)                     # (B, window - 1 + T, d)
+        x = torch.cat([last(past, self.window - 1).to(x.dtype), x], dim=1)     # (B, window - 1 + T, d)
         end = last(x, self.window - 1).clone()                          # a view would hold on to all of x
         # One wide product beats one narrow product per tap: 1.1 to 1.5 times faster on a CPU at d = 192 to 1024.
         taps = torch.cat([x[:, i:i + T] for i in range(self.window)], dim=-1)   # (B, T, window * d)

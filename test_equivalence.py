@@ -3507,6 +3507,8 @@ def test_shaq_qrnn_is_eq_5_to_9(window):
         torch.testing.assert_close(h[:, t], o * c, rtol=1e-5, atol=1e-5)            # eq. 9
     torch.testing.assert_close(c_last, c, rtol=1e-5, atol=1e-5)
     assert torch.equal(last_inputs, X[:, 5:]) and last_inputs.untyped_storage().nbytes() == last_inputs.nbytes  # no view of all of x
+    more = torch.cat([torch.randn(2, 3, 16), past], dim=1), torch.zeros(2, 16)  # of a wider window: the last inputs are what counts
+    assert torch.equal(qrnn(x, more)[0], qrnn(x, (past, torch.zeros(2, 16)))[0])
     assert torch.equal(qrnn(x)[0], qrnn(x, (torch.zeros_like(past), torch.zeros_like(c)))[0])  # a stream starts with nothing
 
 
