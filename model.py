@@ -234,7 +234,7 @@ class Attention(nn.Module):
         q, k, v, q_r = TurnedHeads.apply(qkv, *table, self.n_head) if turned else heads(qkv, table, self.n_head, d)
         if cache is not None:  # keys and values of all tokens so far
             k, v = (extend(seen, new, at).to(q.dtype) for seen, new in zip(cache, (k, v)))
-        p = self.resid_dropout.p if self.training else 0.0
+        p = self.resid_dropout.p if self.resid_dropout.training else 0.0
         if self.attn == "dva_outer":
             v, k_r = v.chunk(2, -1)
             y = attention(q, k, v, q_r, k_r, p, mask)                                    # (S * (Q_R V^T)) K_R
@@ -302,8 +302,8 @@ class Block(nn.Module):
         "x (B, T, d) -> (B, T, d); the rest as in Attention.forward"
         if self.mlp is None:
             return x + self.attn(self.ln_1(x), table, cache, at, mask)
-        norm = self.ln_2
-        if (x.is_cuda and plain(self.attn, Attention) and self.attn.one_pass and not (self.training and self.attn.resid_dropout.p)
+        norm, attn = self.ln_2, self.attn
+        if (x.is_cuda and plain(attn, Attention) and attn.one_pass and not (attn.resid_dropout.training and attn.resid_dropout.p)
                 and plain(norm, nn.LayerNorm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None):
             x, n = self.attn(self.ln_1(x), table, cache, at, mask, x, norm)  # attention's output and the sum's norm in one pass
         else:
@@ -1098,7 +1098,7 @@ class MemoryAttention(nn.Module):
         """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d). Causal within the window; all see
         the whole memory. new (B, T, d), if given, repeats these T rows, and only they get a gradient"""
         split = lambda t: t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)     # (B, h, T or S, d_h)
-        q, k, p = split(q), split(m), self.drop.p if self.training else 0.0
+        q, k, p = split(q), split(m), self.drop.p if self.drop.training else 0.0
         if new is None:
             y = attention(q, k, self.drop(k), dropout=p, mask=mask)
         else:

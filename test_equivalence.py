@@ -1092,7 +1092,11 @@ def test_gpt_dropout_is_off_in_eval_and_on_in_training(monkeypatch):
     monkeypatch.setattr(model_py, "attention", attention)
     for module in m.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0
+            module.eval()
+    assert torch.equal(m(idx), m(idx))  # that of attention's weights, which is no module, follows
+    for module in m.modules():
+        if isinstance(module, nn.Dropout):
+            module.train().p = 0.0
     assert torch.equal(m(idx), m(idx))  # as fine-tuning may set it: that of attention's weights, which is no module, follows
 
 
@@ -2034,6 +2038,9 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
     other.h[8].attn = nn.Identity()
     other.h[8].attn.forward = lambda x, *a: x
     with unittest.mock.patch.object(model_py, "hadamard_affine_norm", None):
+        m(idx.as_subclass(Cuda))
+        for module in m.modules():  # Monte Carlo dropout
+            module.training = isinstance(module, nn.Dropout)
         m(idx.as_subclass(Cuda))
         other(idx.as_subclass(Cuda))
     assert seen == [3, 4, 6, True]
@@ -3545,6 +3552,10 @@ def test_shaq_dropout_is_everywhere_it_was_published(preset, places, monkeypatch
     model(torch.randint(11, (2, 5)))
     model.eval()(torch.randint(11, (2, 5)))
     assert on_weights == [0.5, 0.0] and len(shapes) == 2 * places and shapes.count((2, 1, 5, 16)) == 2
+    for module in model.modules():  # Monte Carlo dropout: all of it or none
+        module.training = isinstance(module, torch.nn.Dropout)
+    model(torch.randint(11, (2, 5)))
+    assert on_weights[2:] == [0.5]
     shapes = shapes[:places]
     assert shapes.count((2, 5, 64)) == 4 * (preset == "sharnn")
 
