@@ -1256,6 +1256,8 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
         assert fold_hadamard(m).h[0].attn.one_pass == (m.config.n_embd, m.config.n_head, True)
     assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
     assert torch.equal(fold_hadamard(torch.compile(m))(idx), y)
+    wide.h.append(wide.h[0])  # a block in two places
+    assert error(fold_hadamard(wide)(idx), wide(idx)) < 1e-13
 
 
 def test_gpt_fold_hadamard_keeps_dtypes_mode_and_what_was_put_there_later():
