@@ -113,7 +113,8 @@ def rope_table(block_size, width, device=None, dtype=torch.float32):
     fp64, as angles in fp32 would put them off by 5e-5 at position 1,000, 5e-3 at 100,000, and on the CPU, as Apple's GPUs have no fp64."""
     frequency = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
     angle = torch.arange(block_size, device="cpu")[:, None, None] * frequency
-    return [t.to(device or torch.get_default_device(), torch.promote_types(dtype, torch.float32)) for t in (angle.cos(), angle.sin())]
+    device = torch.get_default_device() if device is None else device  # 0 is a device, too
+    return [t.to(device, torch.promote_types(dtype, torch.float32)) for t in (angle.cos(), angle.sin())]
 
 
 def rope(x, cos, sin):

@@ -285,11 +285,12 @@ def test_hadamard_matrix_is_a_real_one_wherever_it_was_first_made():
         assert type(hadamard_matrix(n)) is torch.Tensor and torch.equal(hadamard_transform(torch.eye(n)), hadamard_matrix(n))
 
 
-def test_hadamard_matrix_on_device_0_is_not_on_the_default_device():
+@pytest.mark.parametrize("make", [hadamard_matrix, lambda n, device: model_py.rope_table(n, n, device)[0]])
+def test_fixed_tensors_on_device_0_are_not_on_the_default_device(make):
     if torch.accelerator.is_available():
-        assert hadamard_matrix(4, device=0).device == torch.empty(0, device=0).device
+        assert make(4, device=0).device == torch.empty(0, device=0).device
     else:
-        refuses(lambda: hadamard_matrix(4, device=0), kind=(AssertionError, RuntimeError))
+        refuses(lambda: make(4, device=0), kind=(AssertionError, RuntimeError))
 
 
 def test_hadamard_order_that_does_not_exist_names_the_nearest():
