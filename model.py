@@ -1008,9 +1008,9 @@ def each(state, f):
 
 
 def detach_state(state):
-    """The same state cut from its graph: gradients end at the window's start. A view of more rows is copied, so that
-    neither memory nor torch.save holds on to what the state has dropped."""
-    return each(state, lambda t: t.detach() if t.untyped_storage().nbytes() == t.nbytes else t.detach().clone())
+    """The same state cut from its graph: gradients end at the window's start. A view of more rows is copied, so that neither memory nor
+    torch.save holds on to what the state has dropped, and so is what inference mode made, which no training step could take."""
+    return each(state, lambda t: t.detach() if t.untyped_storage().nbytes() == t.nbytes and not t.is_inference() else t.detach().clone())
 
 
 def tensors(state):

@@ -3774,7 +3774,7 @@ def test_generation_in_inference_mode_is_the_same_and_what_it_keeps_does_not_har
             with mode():
                 tokens, *state = m.generate(idx, 9, 3.0) if isinstance(m, SHAQ) else (m.generate(idx, 9, 3.0),)
             m.zero_grad()
-            loss = m(idx[:, :-1], idx[:, 1:])
+            loss = m(idx[:, :-1], idx[:, 1:], *map(detach_state, state))
             (loss[0] if isinstance(m, SHAQ) else loss).backward()
             found.append([tokens, *model_py.tensors(state), *(p.grad for p in m.parameters())])
         torch.testing.assert_close(*found, rtol=0, atol=0)
