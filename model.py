@@ -1051,6 +1051,9 @@ BF16_LSTM = not torch.backends.mkldnn.is_available() or torch.ops.mkldnn._is_mkl
 class LSTM(nn.LSTM):
     "nn.LSTM of one layer with QRNN's interface: its h and c are (1, B, d); here they are (B, d), so that streams are dimension 0 of all state"
 
+    def __init__(self, d):
+        super().__init__(d, d, batch_first=True)
+
     def forward(self, x, state=None):
         "x (B, T, d) -> h (B, T, d), state; state = h, c (B, d) each. compile() leaves it eager."
         dtype = self.weight_hh_l0.dtype
@@ -1218,7 +1221,7 @@ class SHAQBlock(nn.Module):
         d = config.n_embd
         self.residual = config.rnn_residual
         self.ln_start = nn.LayerNorm(d, eps=1e-12)
-        self.rnn = QRNN(config) if config.rnn == "qrnn" else LSTM(d, d, batch_first=True)
+        self.rnn = QRNN(config) if config.rnn == "qrnn" else LSTM(d)
         self.attn = self.ff = None
         if attends:
             self.ln_mem, self.ln_mid = nn.LayerNorm(d, eps=1e-12), nn.LayerNorm(d, eps=1e-12)

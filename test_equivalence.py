@@ -4389,6 +4389,8 @@ def test_shaq_lstm_takes_16_bit_state_and_stays_fp32_where_it_must(monkeypatch):
     torch.testing.assert_close(tuple(t.as_subclass(torch.Tensor) for t in (mine[0], *mine[1])), (wanted[0], *wanted[1]))
     with torch.autocast("cpu", torch.float16):  # which oneDNN's does not train in
         block.rnn(x.float().requires_grad_(), state)[0].sum().backward()
+    alone = model_py.LSTM(16)
+    torch.testing.assert_close(alone(x.float())[0][:1], alone(x[:1].float())[0])  # by itself, too, rows are streams, not time
     seen = []
     block.rnn.register_forward_hook(lambda *a: seen.append(1))
     block.rnn(x[:, :1].float(), state)
