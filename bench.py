@@ -556,7 +556,8 @@ QUICK = {  # what compare takes without --set: seconds on a CPU, minutes elsewhe
     ("points", dict(type=number(int, 1), default=10, help="evaluations a run")),
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile"))))
 def bench_compare(args):
-    """Variants on the same data in the same order, from the same initial values of the weights they share, with k seeds.
+    """Variants on the same data in the same order, from the same initial values of the weights they share, if init is the same, with k
+    seeds.
     The first is the baseline: the other variants' losses minus its own, seed by seed, are averaged, with a standard error over seeds.
     --equal=flops and --equal=time give each variant as many steps as the baseline's FLOPs or seconds allow; the cosine is
     stretched, a warm-up that is set is not."""
@@ -577,7 +578,7 @@ def bench_compare(args):
     reproducible(m)
     if args.compile:
         fresh_compiler()
-    variants = [common | v for v in variants]
+    variants, inits = [common | v for v in variants], [s.get("init", GPTConfig.init) for s in settled]
     data = load_dataset(settled[0]["dataset"], settled[0]["data_dir"])
 
     def make(v, seed, given=None):
@@ -601,7 +602,7 @@ def bench_compare(args):
         given = dict(make(variants[0], seed).model.named_parameters())
         for k in range(len(variants)):
             i = (seed - args.seed + k) % len(variants)  # rotated by seed, so that warming up favours none
-            t = make(variants[i], seed, given)
+            t = make(variants[i], seed, given if inits[i] == inits[0] else None)  # or init would do nothing
             t.set_steps(steps[i])
             curve, tokens_per_s = t.run(f"run {len(runs) + 1} of {len(variants) * args.seeds}", args.points, (done, total, began))
             done += t.steps

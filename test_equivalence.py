@@ -5837,6 +5837,9 @@ def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, c
     assert made == ["fresh"] + [("GPT", dict(dynamic=False))] * 5  # two to learn how many steps, the baseline's weights, the two that run
     assert a["compiled"] and "1 seed, words, compiled**" in capsys.readouterr().out
     assert a["params"] != b["params"] and a["steps"] == b["steps"] == math.ceil(20 * b["params"] / 512)  # b's: the first, so the baseline
+    found = bench_run(tmp_path, "compare", flags, "--set=max_steps=1", "--variant=", "--variant=mlp=gelu,init=gpt2", "--variant=init=torch",
+                      "--seeds=1", "--points=1")
+    assert [r["curve"][0][2] > 6 for r in found] == [False, False, True]  # embeddings N(0, 1), and not the baseline's
     (alone,) = bench_run(tmp_path, "compare", flags, "--set=max_steps=9", "--variant=attn_out=identity", "--seeds=1", "--points=1")
     assert alone["params"] == min(a["params"], b["params"]) and alone["steps"] == 9 and "| baseline |" in capsys.readouterr().out
     flags = common(bench_data, f"block_size=4800,batch_tokens=4800,max_steps=1,{small}")  # all there is: none to predict the last
