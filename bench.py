@@ -595,7 +595,7 @@ def bench_compare(args):
     else:
         costs = [t.flops if args.equal == "flops" else 1 for t in trainers]
     steps = [max(1, round(trainers[0].steps * costs[0] / cost)) for cost in costs]
-    del trainers
+    trainers = t = None  # t: the last one that filled its memory; else the first run's peak would be too low by what it holds
 
     runs, done, total, began = [], 0, sum(steps) * args.seeds, time.perf_counter()
     for seed in range(args.seed, args.seed + args.seeds):
