@@ -989,10 +989,10 @@ def deviation(t):
     return np.std(t, ddof=1) if len(t) > 1 else 0.0
 
 
-def gains(t):
+def gains(t, average=np.mean):
     """{variant: seconds in each round (rounds,)} -> {variant: gain in throughput over dense, its standard error over rounds, share of the
     time that identity saves (None if identity's gain is below its error)}"""
-    mean = {k: v.mean() for k, v in t.items()}
+    mean = {k: average(v) for k, v in t.items()}
     gain = {k: mean["dense"] / v - 1 for k, v in mean.items()}
     error = {k: standard_error(t["dense"] / v) for k, v in t.items()}
     best = mean["dense"] - mean["identity"] if gain["identity"] > (error["identity"] or 0) else None
@@ -1230,7 +1230,7 @@ def bench_train(args):
                    peak_mib=memory[name], params=t.params, compiled=args.compile)
         base, *others = rates
         by_out = {name.rpartition(", ")[2]: s for name, s in seconds.items()}
-        gain = gains(by_out) if set(OUTS) == set(by_out) else {}
+        gain = gains(by_out, np.median) if set(OUTS) == set(by_out) else {}
         for name in others:
             paper = papers[name] / papers[base] if name in papers and base in papers else None
             x = rates[name] / rates[base]
