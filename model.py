@@ -1773,7 +1773,7 @@ def load_checkpoint(path, kind=None):
     except Exception as e:  # a damaged file can raise anything
         if os.path.isdir(path):
             raise ValueError(f"{path} is a folder: name the file, such as {os.path.join(path, 'ckpt.pt')}") from None
-        if isinstance(e, (MemoryError, PermissionError)) or re.search("out of memory|can't allocate memory", str(e)):
+        if isinstance(e, (MemoryError, PermissionError)) or re.search("out of memory|(can't allocate|not enough) memory", str(e)):
             raise  # it may be a good file
         raise ValueError(f"{path} is no checkpoint of these scripts, or a damaged one ({type(e).__name__}): "
                          "name another, or train anew") from None

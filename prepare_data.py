@@ -111,7 +111,7 @@ def in_one_line(main, again, memory):
                 die(advice)
         if re.search("gloo.*Connection (closed by peer|reset)", str(e)):
             die("another process ended, so this one ends too; the error of that one, if it could print it, is above")
-        too_much = "out of memory|can't allocate memory|can't start new thread|calculation overflowed"
+        too_much = "out of memory|(can't allocate|not enough) memory|can't start new thread|calculation overflowed"
         if not isinstance(e, MemoryError) and not re.search(too_much, str(e)):
             raise
         die(f"out of memory: take {memory} ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
