@@ -1585,8 +1585,9 @@ def read_logs(paths):
             curve[0]  # IndexError, a LookupError
             name = c.get("preset") or config["attn_out" if config.get("attn", "mha") == "mha" else "attn"]
             made = {k: v for k, v in (c | config).items() if k not in NO_OTHER_MODEL}
-            hardware = re.sub(", as products in bfloat16 are .* times as fast", "", first["machine"])  # measured anew in each run
-            rows.append(dict(name=name, made=made, hardware=hardware, run="", curve=curve))
+            machines = [re.sub(", as products in bfloat16 are .* times as fast", "", r["machine"])  # measured anew in each run
+                        for r in (first, *lines) if "machine" in r]                           # one more where a run was resumed
+            rows.append(dict(name=name, made=made, hardware=", then ".join(dict.fromkeys(machines)), run="", curve=curve))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py, or holds no evaluation yet")
     for row in rows:  # runs of one name: add the settings that differ

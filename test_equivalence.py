@@ -6567,6 +6567,9 @@ def test_bench_reads_training_logs(tmp_path):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     row, = bench.read_logs([tmp_path / "log.jsonl"])
     assert [row[k] for k in ("title", "hardware", "curve")] == ["shaq", "a CPU; 2 processes", [(0.0, 0, 7.2), (1.0, 2, 5.8)]]
+    with open(tmp_path / "log.jsonl", "a") as f:
+        f.writelines(json.dumps(r) + "\n" for r in (lines[0], lines[0] | dict(machine="a GPU"), lines[-1]))
+    assert bench.read_logs([tmp_path / "log.jsonl"])[0]["hardware"] == "a CPU; 2 processes, then a GPU"  # where it was resumed
     for name, config in (("a", dict(attn="dva")), ("b", dict(attn="mha")), ("c", dict(attn="mha")), ("d", dict(attn="mha", mlp="none"))):
         os.makedirs(tmp_path / name)
         follow = dict.fromkeys(("seed", "warmup_steps", "min_lr"), ord(name))
