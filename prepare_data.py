@@ -687,7 +687,9 @@ def download(url, part, resume=True):
                     return part
                 problem = f"the transfer stopped at {have:,} of {total:,} bytes" if total else "the server sent nothing"
             except urllib.error.HTTPError as e:
-                if e.code in (412, 416) and have:  # another file by now, or nothing beyond what we have: start afresh
+                if e.code == 416 and have and e.headers["Content-Range"] == f"bytes */{have}":  # it was all there
+                    return part
+                if e.code in (412, 416) and have:  # another file by now, or less than we have: start afresh
                     f.truncate(0)
                     continue
                 problem = f"{e.code} {e.reason}"
