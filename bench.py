@@ -557,9 +557,8 @@ QUICK = {  # what compare takes without --set: seconds on a CPU, minutes elsewhe
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile"))))
 def bench_compare(args):
     """Variants on the same data in the same order, from the same initial values of the weights they share, if init is the same, with k
-    seeds.
-    The first is the baseline: the other variants' losses minus its own, seed by seed, are averaged, with a standard error over seeds.
-    --equal=flops and --equal=time give each variant as many steps as the baseline's FLOPs or seconds allow; the cosine is
+    seeds. The first is the baseline: the other variants' losses minus its own, seed by seed, are averaged, with a standard error over
+    seeds. --equal=flops and --equal=time give each variant as many steps as the baseline's FLOPs or seconds allow; the cosine is
     stretched, a warm-up that is set is not."""
     m, kind = start(args), args.model
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
