@@ -47,7 +47,7 @@ import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_norm_is_fused, hadamard_path, hadamard_transform, qrnn_pool
 from model import (CHOICES, GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured,
                    load_checkpoint, lr_at, machine, model_of, peak_flops, processor)
-from prepare_data import (Parser, die, encode, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
+from prepare_data import (Parser, die, encode, end_progress, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
 
 # -----------------------------------------------------------------------------
 # What the papers say
@@ -484,9 +484,7 @@ class Trainer:
                 break
             if i + 1 < self.steps:
                 progress(before + i + 1, total, start, what, unit="steps", scale=1)
-        if progress.open:  # a terminal: the next line takes the place of this one
-            print(end="\r" + 79 * " " + "\r", file=sys.stderr)
-            progress.open = False
+        end_progress()
         return curve, float(np.median(np.divide(self.tokens[-len(times):], times)))
 
 

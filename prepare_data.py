@@ -226,11 +226,11 @@ def write_or_warn(path, write):
         return False
 
 
-def progress(done, total, t0, what, start=0, unit="MB", scale=1e6):
-    """Print a line on stderr, ten times a second on a terminal, else every ten seconds: done of total (None: unknown), starting from start
-    at time t0."""
+def progress(done, total, t0, what, start=0, unit="MB", scale=1e6, after=0):
+    """Print a line on stderr, ten times a second on a terminal, else every ten seconds, none in the first after seconds: done of total
+    (None: unknown), starting from start at time t0."""
     now, tty, end = time.perf_counter(), sys.stderr.isatty(), done == total
-    if not end and now - progress.last < (0.1 if tty else 10):
+    if not end and (now - t0 < after or now - progress.last < (0.1 if tty else 10)):
         return
     rate = max(done - start, 1) / max(now - t0, 1e-9)
     digits = 1 if scale > 1 else 0
@@ -245,6 +245,14 @@ def progress(done, total, t0, what, start=0, unit="MB", scale=1e6):
 
 
 progress.last, progress.open = -1e9, False
+
+
+def end_progress():
+    "On a terminal, the next line takes the place of an unfinished line of progress"
+    if progress.open:
+        progress.open = False
+        with contextlib.suppress(OSError):
+            print(end="\r" + 79 * " " + "\r", file=sys.stderr, flush=True)
 
 
 def claim(file):
@@ -345,8 +353,9 @@ def start_log(m, s, c, model, data, step, evaluated, written):
 
 
 class StopSignal:
-    """Ctrl-C, SIGTERM or a closed terminal (unless nohup ignores it) sets .number, and the loop saves after its step. A second signal ends the
-    run at once, but not within the first second: batch systems signal every process, and torchrun passes its own signal on to each."""
+    """Ctrl-C, SIGTERM or a closed terminal (unless nohup ignores it) sets .number and the time .at, and the loop saves after its step, or in the
+    middle of an evaluation, which --resume then repeats. A second signal ends the run at once, but not within the first second: batch
+    systems signal every process, and torchrun passes its own signal on to each."""
 
     def __init__(self):
         self.number = self.at = 0
@@ -359,7 +368,7 @@ class StopSignal:
         if not self.number:
             self.number, self.at = number, time.monotonic()
             with contextlib.suppress(OSError):  # stderr may be closed. Not print(): the signal may interrupt one
-                os.write(sys.stderr.fileno(), b"\nstopping after this step or evaluation; a second time: at once, without saving\n")
+                os.write(sys.stderr.fileno(), b"\nstopping after this step; a second time: at once, without saving\n")
         elif time.monotonic() > self.at + 1:
             raise KeyboardInterrupt
 

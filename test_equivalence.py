@@ -2379,13 +2379,15 @@ def run(name, script):
 
 write, numbers = train_gpt.write_or_warn, iter((0, 0, 15 * int(rank)))  # one of the two has the signal
 with unittest.mock.patch.multiple(train_gpt, write_or_warn=lambda path, f: time.sleep(0.5) or write(path, f),
-                                  StopSignal=lambda: type("Stops", (), dict(number=property(lambda self: next(numbers))))()):
+                                  StopSignal=lambda: type("Stops", (), dict(at=0, number=property(lambda self: next(numbers))))()):
     run("stopped", train_gpt)
 
 init, store = torch.distributed.init_process_group, torch.distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 torch.distributed.init_process_group = lambda backend, **kw: init(  # where torchrun keeps them, the first group's addresses would be found again
     backend, store=torch.distributed.PrefixStore(sys.argv[0], store), rank=int(rank), world_size=2, **kw)
 run("shaq", train_shaq)
+with unittest.mock.patch.object(train_gpt, "StopSignal", lambda: type("Stops", (), dict(at=int(rank), number=0))()):  # in an evaluation
+    run("halted", train_gpt)
 
 torch.nn.Module.compile = lambda self, **kw: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend=cut, **kw))
 from torch._dynamo.backends.debugging import aot_eager
@@ -2396,14 +2398,14 @@ def cut(gm, inputs):  # captured as on a GPU; inductor's C++ takes longer than a
     return aot_eager(gm, inputs)
 run("compiled", train_gpt)
 """
-PAIRED = dict(stopped=["--dropout=0", "--micro_batch=2"],
+PAIRED = dict(stopped=["--dropout=0", "--micro_batch=2"], halted=["--max_steps=1"],
               shaq=["--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3", "--dataset=split"],
               compiled=["--dropout=0", "--micro_batch=2", "--n_embd=64", "--mlp=none", "--max_steps=3", "--eval_tokens=224"])  # one window alone
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, data_dir):
-    """Three runs of two processes, one after the other, as importing torch takes longer than all of them -> pair(name): its folder, what it
+    """Four runs of two processes, one after the other, as importing torch takes longer than all of them -> pair(name): its folder, what it
     printed, what each process told"""
     folder = tmp_path_factory.mktemp("pair")
     pd.prepare(str(data_dir / "split"), "split", "byte", random_words(1500), "", percent=(80, 90))  # with a test split
@@ -2636,7 +2638,7 @@ def test_train_flags_reach_the_model_the_optimiser_and_the_data(train, tmp_path,
 
 
 def test_train_length_and_intervals_hang_on_the_model_and_the_text(train, data_dir, monkeypatch):
-    monkeypatch.setattr(train_gpt, "StopSignal", lambda: SimpleNamespace(number=15))
+    monkeypatch.setattr(train_gpt, "StopSignal", lambda: SimpleNamespace(number=15, at=0))
     epoch, bounds = len(pd.load_dataset("mine", str(data_dir)).train), set()
     for width in (32, 192):
         first, *_ = train("--size=tiny", f"--n_embd={width}", keep=SHAPE + " batch_tokens dtype")[3]
@@ -2731,7 +2733,7 @@ def test_train_killed_or_stopped_and_resumed_is_the_uninterrupted_run(train, dat
 
 def stops(n=3):
     "StopSignals that come in the n-th step"
-    return lambda: type("Stops", (), dict(number=property(lambda self, reads=itertools.count(1): 15 * (next(reads) == n))))()
+    return lambda: type("Stops", (), dict(at=0, number=property(lambda self, reads=itertools.count(1): 15 * (next(reads) == n))))()
 
 
 def test_train_steps_hang_on_the_pace_at_every_25th_and_are_never_more_than_asked():
@@ -2772,6 +2774,8 @@ def test_train_two_processes_are_one_with_accumulation(train, pair):
     for both in (two, losses(train("--resume", out=folder)[3])):
         assert all(a[i] == pytest.approx(b[i], abs=2e-5) for a, b in zip(one, both) for i in b), (one, both)
     assert list(both[0]) == list(range(6)) and list(both[1]) == [0, 3, 6]
+    folder, said, ends = pair("halted")
+    assert [end[:2] for end in ends] == [[130, True]] * 2 and "; saved step 0 in " in said and "validation:" not in said
 
 
 def test_train_compiled_processes_are_one(train, pair):
@@ -4053,7 +4057,7 @@ def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(either, tm
         patch.setattr(script, "clip_", lambda *a: torch.tensor(math.inf))
         one_line(run("--resume", "--max_steps=9"), "step 3: loss ", "gradient norm inf")
     with monkeypatch.context() as patch:  # too much for exp
-        patch.setattr(script, "evaluate", lambda *a: 701.0)
+        patch.setattr(script, "evaluate", lambda *a, **kw: 701.0)
         one_line(run("--resume", "--eval_interval=1", "--max_steps=9"), "step 4: validation loss 701.0")
     assert path.read_bytes() == before  # the evaluation does not save it
     one_line(run("--lr=1e30", "--warmup_steps=0", "--eval_interval=100", *adamw), "step ", "no checkpoint yet")
@@ -4140,6 +4144,56 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, monkeyp
     assert "test, last step:" in resumed("p")
 
 
+def test_train_stopped_in_an_evaluation_repeats_it_on_resume(either, tmp_path, monkeypatch):
+    """By a signal that comes in the n-th one's first batch: nothing more is read, said, logged or taken for the best. With long ones, Ctrl-C would
+    else seem to do nothing, and torchrun would kill the run before it saves."""
+    script, run = either
+    reader, evaluate, seen = "stack" if script is train_gpt else "read", script.evaluate, []
+    read = getattr(script, reader)
+    pd.prepare(str(tmp_path / "data/three"), "three", "byte", random_words(9000), "", percent=(80, 90))
+    flags = "--dataset=three", f"--data_dir={tmp_path / 'data'}", "--eval_tokens=800"
+
+    def within(*a, **kw):
+        seen.append(0)
+        return evaluate(*a, **kw)
+
+    def reads(*a):
+        if seen:
+            seen[-1] += 1
+        if len(seen) == n and seen[-1] == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return read(*a)
+
+    def stopped(out, *more):
+        seen.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(script, "evaluate", within)
+            patch.setattr(script, reader, reads)
+            status, said, err, log = run(*more, out=out)
+        assert status == 130 and not err and seen[-1] == 1 and len(seen) == n, (status, err, seen)
+        return said, log
+
+    whole = ended(run(*flags, out="whole"))[3]
+    for n, step in ((1, 0), (2, 3), (3, 6)):
+        said, log = stopped(str(n), *flags)
+        assert f"; saved step {step} in" in said and f"step {step}/6  validation" not in said
+        assert list(losses(log)[1]) == [0, 3, 6][:n - 1] and load_checkpoint(str(tmp_path / str(n) / "ckpt.pt"))["step"] == step
+        assert losses(ended(run("--resume", flags[1], out=str(n)))[3]) == losses(whole)
+    if script is train_shaq:  # the test split, of whose checkpoint nothing is lost, and none written: it has the best one's weights
+        n = 4
+        said, log = stopped("4", *flags)
+        assert "stopped before the test split's end" in said and "test, " not in said and losses(log) == losses(whole)
+        a, b = (torch.load(tmp_path / out / "ckpt.pt", weights_only=True) for out in ("whole", "4"))
+        assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"])
+        assert ended(run("--resume", flags[1], out="4"))[3][-1]["test_loss"] == whole[-1]["test_loss"]
+    else:  # the second of the two splits that DVA's table has
+        n = 2
+        monkeypatch.setattr(train_gpt, "settle", lambda *a, settle=train_gpt.settle: (
+            (both := settle(*a))[0].update(eval_windows="first"), both)[1])
+        said, log = stopped("both", *flags)
+        assert "; saved step 0 in" in said and "step 0/6  validation" in said and "training split" not in said and not log[1:]
+
+
 def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
     "Three bytes a token, in the test split five, a card of 1 GFLOP/s, a second a step and 50 an evaluation; no seed of dropout comes twice"
     script, run = either
@@ -4153,6 +4207,7 @@ def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
     monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: setattr(m, "net", model if records(tmp_path / "out") else None))
     seconds, evaluate, seed, generate = itertools.count(), script.evaluate, torch.manual_seed, SHAQ.generate
     monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=seconds.__next__))
+    monkeypatch.setattr(script, "progress", lambda *a, **kw: None)
     monkeypatch.setattr(script, "evaluate", lambda *a, **kw: [next(seconds) for _ in range(50)] and evaluate(*a, **kw))
     monkeypatch.setattr(torch, "manual_seed", lambda n: seeds.append(n) or seed(n))
     monkeypatch.setattr(train_gpt, "hadamard_path", lambda d, device, *how: f"{d}, {how}")
@@ -4301,7 +4356,7 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         laptop = dict(schedule="cosine", device="mps", max_minutes=3.0, paced=True)
         torch.save(best | dict(settings=best["settings"] | laptop), tmp_path / "whole/best.pt")
         with monkeypatch.context() as patch:
-            patch.setattr(train_shaq, "StopSignal", lambda: SimpleNamespace(number=15))
+            patch.setattr(train_shaq, "StopSignal", lambda: SimpleNamespace(number=15, at=0))
             patch.setitem(globals(), "TINY_SHAQ", [flag for flag in TINY_SHAQ if not re.search("eval_interval|max_minutes", flag)])
             status, said, _, (first, *log) = train_shaq_here(stage2, out="second")
         length = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2
@@ -5092,6 +5147,10 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
             with pytest.raises(SystemExit):
                 pd.die("two")
             assert capsys.readouterr().err == ended + "error: two\n"
+        pd.progress.open = True
+        pd.end_progress()
+        pd.end_progress()
+        assert capsys.readouterr().err == "\r" + 79 * " " + "\r" and not pd.progress.open  # wiped out, and once
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "some/folder")
     for module, words in ((None, ["pip install tiktoken"]),
                           (SimpleNamespace(get_encoding=unittest.mock.Mock(side_effect=OSError("no route"))),
@@ -5115,6 +5174,8 @@ def test_data_a_run_outlives_its_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Gone())  # 2>&1 | tee, which Ctrl-C ends too
     pd.report("lost")
     pd.progress(1, 1, 0, "lost")
+    pd.progress.open = True
+    pd.end_progress()
     assert not pd.write_or_warn("/dev/null/x", lambda f: None)
     with pytest.raises(SystemExit):
         pd.die("lost")
@@ -5371,7 +5432,8 @@ def test_data_small_promises(toy, monkeypatch, capsys):
         pd.progress(30e6, 50e6, 2.0, "x", start=10e6)  # 20 MB in 10 seconds, 10 MB were there before
         pd.progress(31e6, 50e6, 2.0, "x", start=10e6)  # not again within ten seconds
         patch.setattr(pd.progress, "last", -1e9)
-        pd.progress(30e6, None, 2.0, "x")  # of a server that does not say how long
+        pd.progress(30e6, 50e6, 2.0, "x", after=11)  # too early
+        pd.progress(30e6, None, 2.0, "x", after=10)  # of a server that does not say how long
         patch.setenv("PATH", "")
         assert pd.git_commit() == ""  # no git
         patch.setattr(pd.subprocess, "run", ask := unittest.mock.Mock(return_value=SimpleNamespace(stdout="abc+\n")))

@@ -26,8 +26,8 @@ import torch
 from kernels import hadamard_path, triton
 from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine,
                    param_groups, peak_flops, sample_text, schedule_notes)
-from prepare_data import (Parser, StopSignal, die, diverged, duration, flag01, number, one_line, report, run, shared_dataset, shorten,
-                          start_log, unchanged, write_or_warn)
+from prepare_data import (Parser, StopSignal, die, diverged, duration, end_progress, flag01, number, one_line, progress, report, run, shared_dataset,
+                          shorten, start_log, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; typed flags override them. [1] and [2] are the papers listed in model.py.
@@ -196,9 +196,9 @@ def stack(tokens, windows, T, device):
     return inputs_and_targets(np.stack([tokens[i * T:i * T + T + 1] for i in windows.tolist()]), device)
 
 
-def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
+def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread", stop=None):
     """Mean loss in nats per token over eval_tokens of the split. which: windows "spread" evenly, the "first" ones, or a numpy generator
-    to draw them. All ranks share the work, without DDP"""
+    to draw them. All ranks share the work, without DDP. A signal in stop, a StopSignal, ends it: the value then means nothing."""
     T = model.config.block_size
     count = (len(tokens) - 1) // T
     n = min(count, max(1, eval_tokens // T))
@@ -206,11 +206,16 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread"):
         windows = np.arange(n) * count // n if which == "spread" else np.arange(n)
     else:
         windows = which.permutation(count)[:n]
-    total = torch.zeros(2, dtype=torch.float64)
+    total, began = torch.zeros(2, dtype=torch.float64), time.perf_counter()
     with evaluating(model), m.autocast():
         for i in range(m.rank * micro_batch, n, m.world * micro_batch):
+            if stop and stop.at:
+                break
+            if m.rank == 0:
+                progress(i, n, began, "evaluation", unit="windows", scale=1, after=5)
             x, y = stack(tokens, windows[i:i + micro_batch], T, m.device)
             total += torch.tensor([model(x, y).item() * len(x), len(x)], dtype=total.dtype)
+    end_progress()
     total = m.mean(total.to(m.device) if m.device.type == "cuda" else total)  # NCCL reduces on the GPU; Apple's GPUs have no fp64
     return (total[0] / total[1]).item()
 
@@ -320,6 +325,13 @@ def main():
                      evaluated=evaluated == step, settings=s, data=data.source, versions=versions)
         return m.all(m.rank > 0 or write_or_warn(path, lambda f: torch.save(state, f)))
 
+    def leave(step):
+        if save(step):
+            say(f"stopped; saved step {step} in {path}; go on with --resume"
+                + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={quote(s['out_dir'])}"))
+        m.leave()
+        raise SystemExit(130)
+
     # loop
     stop = StopSignal()
     saved = True
@@ -330,17 +342,22 @@ def main():
     while True:
         last = step >= s["max_steps"]
         if step != evaluated and (last or step % s["eval_interval"] == 0):
-            val = evaluate(model, data.val, s["eval_tokens"], micro, m, s["eval_windows"])
+            val = evaluate(model, data.val, s["eval_tokens"], micro, m, s["eval_windows"], stop)
+            if not m.all(not stop.at):
+                leave(step)
             if not val < 700:  # too much for exp, or nan
                 diverged(m, path, f"step {step}: validation loss {val}")
             bits = val / np.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {data.unit}, perplexity {np.exp(val):.2f}, "
                 f"{bits:.4f} bits per byte")
-            evaluated, more = step, {}
+            more = {}
             if s["eval_windows"] == "first":  # [2]'s table has both splits; the book draws new training windows each time
                 drawn = np.random.default_rng((s["seed"], step))
-                more["train_loss"] = evaluate(model, data.train, s["eval_tokens"], micro, m, drawn)
+                more["train_loss"] = evaluate(model, data.train, s["eval_tokens"], micro, m, drawn, stop)
+                if not m.all(not stop.at):
+                    leave(step)
                 say(f"step {step}/{s['max_steps']}  training split: {more['train_loss']:.4f} nats per {data.unit}")
+            evaluated = step
             log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits, **more)
             if last or step and m.all(time.perf_counter() >= due):
                 began = time.perf_counter()
@@ -372,11 +389,7 @@ def main():
             f"MFU {mfu:.1%}  {duration(left)} left")
         log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, seconds_left=left)
         if stopping:
-            if save(step + 1):
-                say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
-                    + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={quote(s['out_dir'])}"))
-            m.leave()
-            raise SystemExit(130)
+            leave(step + 1)
         step += 1
         shorten(s, asked, step, pace, say)
 

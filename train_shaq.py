@@ -27,8 +27,8 @@ import torch
 from kernels import triton
 from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint,
                    lr_at, machine, peak_flops, sample_text, schedule_notes)
-from prepare_data import (Parser, StopSignal, die, diverged, duration, flag01, number, one_line, report, run, shared_dataset, shorten,
-                          start_log, unchanged, write_or_warn)
+from prepare_data import (Parser, StopSignal, die, diverged, duration, end_progress, flag01, number, one_line, progress, report, run, shared_dataset,
+                          shorten, start_log, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. On CUDA the published ones; elsewhere a model that learns something in three minutes on a CPU.
@@ -153,19 +153,26 @@ def eval_streams(tokens, eval_tokens, streams):
     return streams, total // streams
 
 
-def evaluate(model, tokens, eval_tokens, bptt, m, streams=16):
+def evaluate(model, tokens, eval_tokens, bptt, m, streams=16, stop=None):
     """The published evaluation: loss in nats per token over the split's first eval_tokens, cut into streams (16; 8 of the test split) that are
     read in order side by side, each from an empty state; state and memory are carried over. (The published code divides by one token per
-    stream too many, which on enwik8's validation split lowers the loss by 3e-6.)"""
+    stream too many, which on enwik8's validation split lowers the loss by 3e-6.) A signal in stop, a StopSignal, ends it: the value then means
+    nothing."""
     streams, length = eval_streams(tokens, eval_tokens, streams)
     mine = range(m.rank, streams, m.world)  # empty, if there are more processes than streams
     state, nats = None, torch.zeros((), dtype=torch.float32 if m.device.type == "mps" else torch.float64, device=m.device)  # mps has no fp64
+    began = time.perf_counter()
     with evaluating(model), m.autocast():
         for at in range(0, length if mine else 0, bptt):
+            if stop and stop.at:
+                break
+            if m.rank == 0:
+                progress(at * streams, length * streams, began, "evaluation", unit="tokens", scale=1, after=5)
             T = min(bptt, length - at)
             x, y = read(tokens, mine, length, at, T, m.device)
             loss, state = model(x, y, state)
             nats += loss.to(nats.dtype) * (T * len(mine))
+    end_progress()
     return (m.mean(nats) * m.world / (streams * length)).item()
 
 
@@ -288,6 +295,13 @@ def main():
                        versions=versions)
         return m.all(m.rank > 0 or write_or_warn(where, lambda f: torch.save(content, f)))
 
+    def leave(step):
+        if save(step, path):
+            say(f"stopped; saved step {step} in {path}; go on with --resume"
+                + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={quote(s['out_dir'])}"))
+        m.leave()
+        raise SystemExit(130)
+
     # loop
     stop = StopSignal()
     saved = best_saved = True
@@ -298,7 +312,9 @@ def main():
     while True:
         last = step >= s["max_steps"]
         if step != evaluated and (last or step % s["eval_interval"] == 0):
-            val = evaluate(model, data.val, s["eval_tokens"], s["bptt"], m)
+            val = evaluate(model, data.val, s["eval_tokens"], s["bptt"], m, stop=stop)
+            if not m.all(not stop.at):
+                leave(step)
             if not val < 700:  # too much for exp, or nan
                 diverged(m, path, f"step {step}: validation loss {val}")
             bpc = val / math.log(2) / data.bytes_per_token
@@ -344,11 +360,7 @@ def main():
         if at >= length:  # the next epoch starts without state
             at, epoch, state = 0, epoch + 1, None
         if stopping:
-            if save(step + 1, path):
-                say(f"stopped; saved step {step + 1} in {path}; go on with --resume"
-                    + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={quote(s['out_dir'])}"))
-            m.leave()
-            raise SystemExit(130)
+            leave(step + 1)
         step += 1
         shorten(s, asked, step, pace, say)
 
@@ -363,7 +375,11 @@ def main():
     if best_there:
         model.load_state_dict(chosen.pop("model"))
     if data.test is not None:
-        test = evaluate(model, data.test, s["eval_tokens"], s["bptt"], m, streams=8)
+        test = evaluate(model, data.test, s["eval_tokens"], s["bptt"], m, streams=8, stop=stop)
+        if not m.all(not stop.at):
+            say("stopped before the test split's end: --resume reads it again")
+            m.leave()
+            raise SystemExit(130)
         bpc = test / math.log(2) * len(data.test) / data.meta["bytes"]["test"]
         say(f"test, {'best checkpoint' if best_there else 'last step'}: {bpc:.4f} bits per byte"
             + f", of its first {s['eval_tokens']:,} {data.unit}s alone" * (s["eval_tokens"] < len(data.test) - 1))
