@@ -926,7 +926,8 @@ def captured(work, device, keep=(), pool=None):
 #
 # The state of a stream (recurrent state and memory of each block) is a plain value that goes in and comes out:
 #     loss, state = model(x, y, detach_state(state))
-# Attention has no projection for keys and values, and no positional signal: order comes from the recurrence.
+# Attention has no projection for keys and values, and no positional signal: order comes from the recurrence. Its memory holds the recurrence's
+# outputs, as in the published code of SHA-RNN; section 4.2 speaks of cell states.
 
 
 @dataclass
@@ -992,7 +993,8 @@ SHAQ_PRESETS = {                                                        # parame
 # lnmid and lnmem of blocks that do not use them).
 # (*) Truncated, not rounded (53.8, 51.7), as in section 5, where SHA-RNN is "53M" (in the tables "54M"). Without W_q they would
 # round to 53M and 51M, but section 4.2 does not drop W_q, and SHAQ reaches 26M only with it.
-# Two heads cost no parameters: with no key or value projections, a head is a slice of the channels.
+# Two heads cost no parameters: with no key or value projections, a head is a slice of the channels. Table 2 has both in
+# block 3 of 3, for the text the second one is in the fourth layer: it still counts the one that was removed.
 
 
 def last(x, n):
