@@ -639,6 +639,7 @@ def bench_compare(args):
     ("rows", dict(type=number(int, 1), default=65536 if gpu else 4096, help="rows of d numbers")),
     ("pool", dict(type=names, default="16x1024x1024,1x16384x1024" if gpu else "16x128x256", help="fo-pool's shapes, BxTxH")),
     ("heads", dict(type=names, default="2x256x768,16x1024x768" if gpu else "2x256x192", help="one wide head's shapes, BxTxd")),
+    ("tensor_cores", dict(type=flag01, default=True, help="0: the transform by butterflies also where there is a kernel on tensor cores")),
     ("rounds", dict(type=number(int, 1), default=7, help="interleaved measurements of each"))))
 def bench_kernels(args):
     """hadamard_affine and hadamard_transform against a dense product, alpha * x + beta and a copy, the first also with the residual and
@@ -647,6 +648,7 @@ def bench_kernels(args):
     interleaved. Share of a copy's rate: the bytes a second of those that must move, over a copy's in the same run. One read and one write
     at its speed would be 1. Backward alone: bytes and median time of both passes, less those of forward."""
     m = start(args)
+    kernels.TENSOR_CORES = args.tensor_cores
     for d in args.widths:
         with one_line():
             kernels._check_order(d)
@@ -724,7 +726,7 @@ def affine_rows(args, m, d):
     N = args.rows * d  # forward: x read, y written; backward: x and dy read, dx written
     alone = {"transform alone, H_d": (lambda x: hadamard_transform(x, d ** -0.5), (), [x], [dy], (2 * N, 4 * N))}  # backward: without x
     shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
-           dict(op="affine", d=d, rows=args.rows, n_head=h),
+           dict(op="affine", d=d, rows=args.rows, n_head=h, tensor_cores=args.tensor_cores),
            {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()} | alone, "dense", copy=x)
     if not hadamard_norm_is_fused(d, h, h > 1):
         return
@@ -747,7 +749,8 @@ def affine_rows(args, m, d):
             after[f"{k}, by hadamard_affine_norm"] = one_pass(only), (alpha, beta, weight, shift)
     # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
     shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}"
-           + ", compiled but for hadamard_affine_norm" * compiled, dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
+           + ", compiled but for hadamard_affine_norm" * compiled,
+           dict(op="affine_norm", d=d, rows=args.rows, n_head=h, tensor_cores=args.tensor_cores),
            {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=x)
 
 

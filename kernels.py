@@ -916,6 +916,8 @@ if triton is not None:
 # as with several rows, judging by the compiled code; not timed.
 _FEW = 132
 
+TENSOR_CORES = True  # False: butterflies in 16 bits, too, on every card. "bench.py kernels", with --tensor_cores=0 and without, times both
+
 
 @lru_cache(256)
 def _plan(d, n_head, heads_only, bits, kind="forward"):
@@ -1028,11 +1030,14 @@ def _capability(device):  # of an NVIDIA GPU; AMD's have (0, 0), and a CPU, wher
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
+def _has_dots(device, heads_only):
+    "Whether a mix of 16-bit rows may take the kernels on tensor cores, which NVIDIA has from Ampere on"
+    return TENSOR_CORES and not heads_only and _capability(device) >= (8, 0)
+
+
 def _by_dots(x, n_head, heads_only, kind="forward"):
-    "-> _dot_plan's constexprs if x (N, d) is one for the kernels on tensor cores, which NVIDIA has from Ampere on, else None"
-    if heads_only or x.element_size() > 2 or _capability(x.device) < (8, 0):
-        return None
-    return _dot_plan(x.shape[1], n_head, kind)
+    "-> _dot_plan's constexprs if x (N, d) is one for the kernels on tensor cores, else None"
+    return _dot_plan(x.shape[1], n_head, kind) if x.element_size() == 2 and _has_dots(x.device, heads_only) else None
 
 
 # enable_fp_fusion, below: multiply and add in one instruction. Triton 3.9 warns if a launch does not set it; 3.10 is to default to off.
@@ -1347,7 +1352,10 @@ def hadamard_path(d, device, n_head=1, heads_only=False):
         return "PyTorch, small dense factors"
     if triton is None:
         return "PyTorch, as Triton is not installed"
-    return "PyTorch, as the Triton kernel has no plan for this width" if _plan(d, n_head, heads_only, 16) is None else "Triton kernel"
+    if _plan(d, n_head, heads_only, 16) is None:
+        return "PyTorch, as the Triton kernel has no plan for this width"
+    dots = _has_dots(torch.device(device), heads_only) and _dot_plan(d, n_head)
+    return "Triton kernel" + ", in 16 bits on tensor cores" * bool(dots)
 
 
 def _check_floats(name, **tensors):

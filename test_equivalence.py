@@ -650,6 +650,7 @@ def test_operators_without_triton_where_it_is_turned_off(monkeypatch, request):
     x, gates = torch.randn(2, 64).as_subclass(Cuda), torch.randn(1, 4, 48).as_subclass(Cuda)
     paths = lambda: (kernels.hadamard_path(64, "cuda"), hadamard_norm_is_fused(64), kernels._on_triton(x, 1, False), kernels._fo_edges(gates))
     monkeypatch.setattr(kernels, "CPU_CHUNK", 2)
+    monkeypatch.setattr(kernels, "_capability", lambda device: (7, 5))
     assert paths() == ("Triton kernel", True, True, 1)
     monkeypatch.setattr(kernels, "triton", None)
     request.addfinalizer(kernels._plan.cache_clear)
@@ -664,7 +665,7 @@ def test_operators_without_triton_where_it_is_turned_off(monkeypatch, request):
     kernels.one_query_attention._init_fn(*[torch.randn(1, 2, 1, 8).as_subclass(Cuda)] * 3, None)
 
 
-def test_hadamard_triton_takes_what_it_can_hold():
+def test_hadamard_triton_takes_what_it_can_hold(monkeypatch):
     takes = lambda dtype, d: kernels._on_triton(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, d), element_size=lambda: 4), 1, False)
     assert not takes(torch.int32, 64) and not takes(torch.float64, 64) and not takes(torch.float32, 2**17)
     assert {takes(*how) for how in ((torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 64), (torch.float32, 2**16))} == {
@@ -676,6 +677,7 @@ def test_hadamard_triton_takes_what_it_can_hold():
     beside = [kernels._norm_on_triton(torch.ones(1, 64).as_subclass(Cuda), torch.ones(1, 64, dtype=kind), 1, False)
               for kind in (torch.float32, torch.float64)]
     assert [*fused, *beside] == [kernels.triton is not None and yes for yes in (True, False, True, False, True, False)]
+    monkeypatch.setattr(kernels, "_capability", lambda device: (9, 0))
     said = [kernels.hadamard_path(d, device) for d, device in ((64, "cpu"), (64, "cuda:1"), (2**17, "cuda"))]  # for the log
     assert said == ["PyTorch, small dense factors", *(("Triton kernel", "PyTorch, as the Triton kernel has no plan for this width")
                                                           if kernels.triton else ["PyTorch, as Triton is not installed"] * 2)]
@@ -901,6 +903,12 @@ def test_hadamard_takes_tensor_cores_where_they_are_and_fit(monkeypatch):
                                            (768, torch.float16, 12, True), (128, torch.float16, 1, False), (384, torch.float16, 1, False),
                                            (3584, torch.float16, 1, False), (8192, torch.float16, 1, False), (144, torch.float16, 12, False))
             ] == [True, True, *[False] * 7]
+    monkeypatch.setattr(kernels, "_capability", lambda device: capability)
+    for capability, on in (((8, 0), True), ((7, 5), True), ((9, 0), False)):  # what a log says, and a switch to compare with
+        monkeypatch.setattr(kernels, "TENSOR_CORES", on)
+        assert takes(1024, torch.bfloat16, 16, False) == (capability == (8, 0))
+        said = [kernels.hadamard_path(d, "cuda", 16, only) for d, only in ((1024, False), (1024, True), (128, False))]
+        assert said == ["Triton kernel" + ", in 16 bits on tensor cores" * (capability == (8, 0)), "Triton kernel", "Triton kernel"]
 
 
 @needs_triton
@@ -4145,8 +4153,8 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, monkeyp
 
 
 def test_train_stopped_in_an_evaluation_repeats_it_on_resume(either, tmp_path, monkeypatch):
-    """By a signal that comes in the n-th one's first batch: nothing more is read, said, logged or taken for the best. With long ones, Ctrl-C would
-    else seem to do nothing, and torchrun would kill the run before it saves."""
+    """By a signal that comes in the n-th one's first batch: nothing more is read, said, logged or taken for the best. Else Ctrl-C would seem to
+    do nothing in a long one, and torchrun would kill the run before it saves."""
     script, run = either
     reader, evaluate, seen = "stack" if script is train_gpt else "read", script.evaluate, []
     read = getattr(script, reader)
@@ -6021,7 +6029,7 @@ HEADS = dict(
 
 
 @pytest.mark.parametrize("argv", [
-    ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1"],
+    ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1", "--tensor_cores=0"],
     ["prefill", "--sizes=nano", "--batch=3", "--T=4,8", "--runs=1"],
     ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1", "--presets=shaq,sharnn,mean_mem"],
     ["train", "--rounds=1", "--profile=1", "--models=gpt,book", "--set=n_layer=1,n_embd=32,n_head=2,batch_tokens=64,block_size=32"],
@@ -6030,6 +6038,7 @@ HEADS = dict(
 ])
 def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_data, capsys, monkeypatch):
     monkeypatch.setattr(bench, "CACHE", 1)  # rings of two
+    monkeypatch.setattr(kernels, "TENSOR_CORES", True)
     monkeypatch.setitem(SIZES, "nano", SMALL)
     monkeypatch.setitem(bench.HEADS, 32, 2)
     monkeypatch.setitem(SHAQ_PRESETS, "mean_mem", SHAQ_PRESETS["mean_mem"] | dict(mean_window=100))
@@ -6078,6 +6087,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         else:
             assert "| aten::mm | " in tables[2]
     if argv[0] == "kernels":
+        assert not kernels.TENSOR_CORES and {r.get("tensor_cores") for r in rows} == {None, False}
         share = lambda op, *which: {(r["kernel"], r["both"]): r["share_of_copy"] for r in rows if (r["op"], r.get("d")) == (op, *which)}
         assert [r["seconds"] for r in rows if "loop" in r["kernel"]] == [[10, 11, 15], [8, 9, 13]]  # 64 of 128 steps were timed
         found = share("affine", 96)
@@ -6550,7 +6560,7 @@ def test_bench_kernels_compile_on_a_gpu_what_training_compiles_there(monkeypatch
     for gpu, triton, expected in ((True, True, ["fresh"] + [False] * 4), (True, None, []), (False, True, [])):
         monkeypatch.setattr(kernels, "triton", triton)
         made.clear()
-        bench.affine_rows(SimpleNamespace(gpu=gpu, rows=4), machine("cpu", "float32"), 768)
+        bench.affine_rows(SimpleNamespace(gpu=gpu, rows=4, tensor_cores=True), machine("cpu", "float32"), 768)
         assert made == expected and titles[-1].endswith(", compiled but for hadamard_affine_norm") == bool(expected)
 
 
