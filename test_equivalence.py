@@ -1345,7 +1345,7 @@ def test_rope_backward_kernel_turns_back_and_takes_any_strides(dtype, tol, insid
         wide, late, turned, first = (torch.randn(*shape, device=device).to(dtype) for shape in (
             (B, h, T, 2 * w), (B, T, h, w), (B, h, w, T), (1, h, T, w)))
         grads = [wide[..., w:], late.transpose(1, 2), turned.mT, first.expand(B, h, T, w)]
-        cos, sin = model_py.rope_table(T, w, device)
+        cos, sin = torch.stack(model_py.rope_table(T, w, device), -1).unbind(-1)  # of any strides, too
         out = torch.full((B, T, 4, h, w), math.nan, device=device, dtype=dtype)
         kernels._rope_backward_triton(grads, cos, sin, out)
         x = torch.zeros(B, T, h, w, dtype=torch.float64, device=device, requires_grad=True)
@@ -1356,7 +1356,7 @@ def test_rope_backward_kernel_turns_back_and_takes_any_strides(dtype, tol, insid
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-6), (torch.float16, 3e-4), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-6), (torch.float16, 3e-4), (torch.bfloat16, 5e-3)])
 def test_one_query_kernel_is_masked_attention_and_reads_only_what_it_may(dtype, tol, inside, monkeypatch):
     device = GPU if torch.cuda.is_available() else "cpu"
     where = lambda *shape: torch.randn(*shape, device=device).to(dtype)
@@ -1365,13 +1365,19 @@ def test_one_query_kernel_is_masked_attention_and_reads_only_what_it_may(dtype, 
         if S == 50:  # as for many sequences, in one warp
             monkeypatch.setattr(kernels, "_one_query_plan", lambda programs, *widths, plan=kernels._one_query_plan: plan(4096, *widths))
         cache, scale = where(B, h, S + 9, w + u), 8 * torch.ones((), device=device, dtype=dtype)
-        q, k, v = scale * where(B, 1, h, w).transpose(1, 2), cache[:, :, :S, :w], cache[:, :, :S, w:]
+        q, k, v = (scale * where(B, h, 2, w))[:, :, 1:], cache[:, :, :S, :w], cache[:, :, :S, w:]
         mask = None if seen is None else torch.where(torch.arange(S, device=device) < seen, 0.0, -math.inf).to(dtype)[None]
         if seen:
             cache[:, :, seen:] = math.nan
         if S == 37:
             mask[0, 3], k[:, :, 3], mask[0, 5] = -math.inf, math.nan, -0.5  # any mask does
-        there = slice(seen) if S != 37 else [n for n in range(seen) if n != 3]
+        elif S == 50:
+            mask[0, :16] = -math.inf  # so that all that a round reads is masked
+        elif S == 1:
+            mask[0] = -1000  # no score is too low to be the largest
+        there = slice(S) if mask is None else mask[0] > -math.inf
+        if S in (5, 50):  # of strides that the kernel does not take; beyond the copies lies nothing
+            q, k, v, mask = (t if t is None else torch.stack((t, t), -1)[..., 0] for t in (q, k, v, mask))
         exact = (q.double() @ k[:, :, there].double().mT * w ** -0.5 + (0 if mask is None else mask[:, there].double())).softmax(-1)
         out = torch.full((B, h, 1, u), math.nan, device=device, dtype=dtype)
         kernels._one_query_triton(q, k, v, mask, out)
