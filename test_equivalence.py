@@ -939,21 +939,21 @@ def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch, guard
     R = {bits: max(2, kernels._plan(d, n_head, heads_only, bits, "norm")[0]["R"]) for bits in (32, 16)}
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     alpha, beta, weight, shift = (torch.randn(d) for _ in range(4))
-    for dtype, wide, N, rms in ((torch.float32, torch.float32, R[32] + 1, False), (torch.float16, torch.float32, R[16] + 1, True),
-                                (torch.float16, torch.float16, R[16] + 1, False), (torch.float16, torch.float32, 2, False),
-                                (torch.float16, torch.float32, 0, False)):
+    for dtype, wide, N, rms, bias in ((torch.float32, torch.float32, R[32] + 1, False, shift),
+                                      (torch.float16, torch.float32, R[16] + 1, True, None),
+                                      (torch.float16, torch.float16, R[16] + 1, False, None),
+                                      (torch.float16, torch.float32, 2, False, shift), (torch.float16, torch.float32, 0, False, shift)):
         x, residual = poisoned(torch.randn(N, d).to(dtype))[0], poisoned(torch.randn(N, d).to(wide))[0]
-        y, normed, stats = kernels._norm_triton(x, residual, alpha, beta, weight, None if rms else shift, scale, 1e-5, rms, n_head,
-                                                heads_only)
+        y, normed, stats = kernels._norm_triton(x, residual, alpha, beta, weight, bias, scale, 1e-5, rms, n_head, heads_only)
         exact = residual.double() + alpha * (x.double() @ H) + beta
         after = (F.rms_norm(y.double(), (d,), weight.double(), 1e-5) if rms else
-                 F.layer_norm(y.double(), (d,), weight.double(), shift.double(), 1e-5))
+                 F.layer_norm(y.double(), (d,), weight.double(), bias if bias is None else bias.double(), 1e-5))
         for out, ref in ((y, exact), (normed, after)):
             assert error(out, ref) <= max(1.02 * error(ref.to(out.dtype), ref), 5e-7)
         assert y.dtype == wide and normed.dtype == dtype
         if N:
-            centred = y.double() - (0 if rms else y.double().mean(1, keepdim=True))
-            assert error(stats[1], centred.square().mean(1).add(1e-5).rsqrt()) < 1e-6
+            mean = y.double().mean(1) * (not rms)
+            assert (stats[0] - mean).abs().max() < 1e-6 and error(stats[1], (y - mean[:, None]).square().mean(1).add(1e-5).rsqrt()) < 1e-6
 
 
 @needs_triton
@@ -966,8 +966,8 @@ def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeyp
     plan, _ = kernels._plan(d, n_head, heads_only, 16, "norm backward")
     for dtype, wide, N, rms, biased in ((torch.float32, torch.float32, 3, False, True), (torch.float16, torch.float32, 4, True, False),
                                         (torch.float16, torch.float16, 1, False, False), (torch.float16, torch.float32, 0, False, True)):
-        N = N * plan["R"] + (N > 1) * (plan["R"] > 1)
-        alpha, weight, shift = (torch.randn(d) for _ in range(3))
+        N = N * plan["R"] + (plan["R"] > 1) if N > 1 else N
+        alpha, weight, shift = torch.randn(d, 3).unbind(1)
         out, dout = poisoned(torch.randn(N, d).to(wide) + 1)[0], torch.randn(d, N).to(wide).t()
         dnormed = poisoned(torch.randn(N, d).to(dtype))[0]
         leaf = [t.double().requires_grad_() for t in (out, weight, shift)]
@@ -978,7 +978,7 @@ def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeyp
         exact = ((dresidual * alpha) @ H, dresidual, (dresidual * (x.double() @ H)).sum(0), dresidual.sum(0), dweight,
                  dshift if biased else dshift[:0])
         mean = out.double().mean(1) * (not rms)
-        stats = torch.stack((mean, (out.double() - mean[:, None]).square().mean(1).add(1e-5).rsqrt())).float()
+        stats = poisoned(torch.stack((mean, (out.double() - mean[:, None]).square().mean(1).add(1e-5).rsqrt())).float())[0]
         args = x, out, stats, dout, dnormed, alpha, weight, biased, scale, rms, n_head, heads_only
         got = kernels._norm_backward_triton(*args)
         assert [t.dtype for t in got] == [dtype, wide] + 4 * [torch.float32]
