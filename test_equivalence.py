@@ -673,10 +673,11 @@ def test_hadamard_triton_takes_what_it_can_hold(monkeypatch):
     plans = {how: kernels._plan(*how, 16) for how in ((28, 1, False), (36, 1, False), (144, 12, False), (64, 8, True), (48, 4, True),
                                                       (8192, 64, True), (6144, 96, True))}
     assert [how for how, plan in plans.items() if plan] == [(28, 1, False), (64, 8, True), (8192, 64, True)] * (kernels.triton is not None)
-    fused = [hadamard_norm_is_fused(*how) for how in ((768, 12), (1024, 16), (3584, 28, True), (4096, 32, True))]  # its gradients would spill
+    fused = [hadamard_norm_is_fused(*how) for how in ((768, 12), (1024, 16), (3584, 28, True), (4096, 32, True),  # its gradients would spill
+                                                      (512, 2, True))]  # no program holds whole heads
     beside = [kernels._norm_on_triton(torch.ones(1, 64).as_subclass(Cuda), torch.ones(1, 64, dtype=kind), 1, False)
               for kind in (torch.float32, torch.float64)]
-    assert [*fused, *beside] == [kernels.triton is not None and yes for yes in (True, False, True, False, True, False)]
+    assert [*fused, *beside] == [kernels.triton is not None and yes for yes in (True, False, True, False, False, True, False)]
     monkeypatch.setattr(kernels, "_capability", lambda device: (9, 0))
     said = [kernels.hadamard_path(d, device) for d, device in ((64, "cpu"), (64, "cuda:1"), (2**17, "cuda"))]  # for the log
     assert said == ["PyTorch, small dense factors", *(("Triton kernel", "PyTorch, as the Triton kernel has no plan for this width")
@@ -813,7 +814,7 @@ def rounded(exact, dtype):
 @needs_triton
 @pytest.mark.parametrize("d, n_head, heads_only", [(64, 1, False), (1024, 1, False), (96, 1, False), (768, 12, False), (640, 20, False),
                                                    (224, 1, False), (96, 8, False), (3072, 24, False), (1536, 16, False), (768, 12, True),
-                                                   (1536, 16, True)])
+                                                   (1536, 16, True), (320, 2, True)])
 def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_only, monkeypatch, guarded):
     monkeypatch.setattr(kernels, "_capability", lambda device: (7, 5))  # without bf16's tensor cores
     monkeypatch.setattr(kernels, "_FEW", 2)  # both plans with small numbers of rows; R + 1 are a whole block of them, or two, and one more
