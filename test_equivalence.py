@@ -825,7 +825,7 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
         alpha, beta, pre = (poisoned(torch.randn(d))[0] for _ in range(3))
         at_once = [pre] if kernels._plan(d, n_head, heads_only, 8 * dtype.itemsize, "backward") else []
         *dx, dalpha, dbeta = kernels._grads_triton(x, dy, scale, n_head, heads_only, *at_once)
-        for y, exact in ((kernels._transform_triton(x, alpha, beta, None, scale, n_head, heads_only), alpha * (x.double() @ H) + beta),
+        for y, exact in ((kernels._transform_triton(x, alpha, beta, pre, scale, n_head, heads_only), alpha * ((pre * x.double()) @ H) + beta),
                          (kernels._transform_triton(x, None, None, pre, scale, n_head, heads_only), (pre * x.double()) @ H),
                          *((y, (pre * dy.double()) @ H) for y in dx)):
             most = max(5e-7, 1.02 * error(rounded(exact, dtype), exact))
@@ -919,14 +919,16 @@ def test_hadamard_triton_takes_any_strides(monkeypatch):
     monkeypatch.setattr(kernels, "_programs", lambda *how: 2)
     H, s = layer_matrix(96, 8, False), torch.randn(40, 192)
     x, v, one = s.t()[:96].t(), torch.randn(192)[::2], torch.ones(1).expand(96)
-    assert error(kernels._transform_triton(torch.randn(96, 40).t().copy_(x), v, one, None, 1.0, 8, False),
-                 v * (x.double() @ H) * 96 ** 0.5 + 1) < 1e-6
-    rows, dy = torch.randn(2, 5 * kernels._plan(96, 8, False, 32, "backward")[0]["R"] + 1, 96)  # 3 blocks for each program
-    dx, dalpha, dbeta = kernels._grads_triton(rows, dy, 1.0, 8, False, alpha := torch.randn(96))
+    assert error(kernels._transform_triton(torch.randn(96, 40).t().copy_(x), v, one, v, 1.0, 8, False),
+                 v * ((v * x.double()) @ H) * 96 ** 0.5 + 1) < 1e-6
+    rows, dy = torch.randn(2, 96, 5 * kernels._plan(96, 8, False, 32, "backward")[0]["R"] + 1).mT  # 3 blocks for each program
+    dx, dalpha, dbeta = kernels._grads_triton(rows, dy, 1.0, 8, False, v)
     assert error(dalpha, (dy.double() * (rows.double() @ H)).sum(0) * 96 ** 0.5) < 1e-6 and error(dbeta, dy.double().sum(0)) < 1e-6
-    assert error(dx, (alpha * dy.double()) @ H * 96 ** 0.5) < 1e-6
-    dalpha, dbeta = kernels._grads_triton(x, x * 2, 1.0, 8, False)
-    assert error(dalpha, (2 * x.double() * (x.double() @ H)).sum(0) * 96 ** 0.5) < 1e-6 and error(dbeta, 2 * x.double().sum(0)) < 1e-6
+    assert error(dx, (v * dy.double()) @ H * 96 ** 0.5) < 1e-6
+    dalpha, dbeta = kernels._grads_triton(low := x.half(), x * 2, 1.0, 8, False)  # dy may be wider
+    assert error(dalpha, (2 * x.double() * (low.double() @ H)).sum(0) * 96 ** 0.5) < 1e-6 and error(dbeta, 2 * x.double().sum(0)) < 1e-6
+    wide = torch.randn(1, 2**14)  # in 16 warps
+    assert error(kernels._transform_triton(wide, None, None, None, 1.0, 1, False), hadamard_transform(wide.double())) < 1e-6
     y, normed, _ = kernels._norm_triton(x, x, v, one, one, v, 96 ** -0.5, 1e-5, False, 8, False)
     assert error(y, x + v * (x.double() @ H) + 1) < 1e-6 and error(normed, F.layer_norm(y.double(), (96,), one.double(), v.double())) < 1e-6
 
