@@ -675,9 +675,9 @@ def test_hadamard_triton_takes_what_it_can_hold(monkeypatch):
     assert [how for how, plan in plans.items() if plan] == [(28, 1, False), (64, 8, True), (8192, 64, True)] * (kernels.triton is not None)
     fused = [hadamard_norm_is_fused(*how) for how in ((768, 12), (1024, 16), (3584, 28, True), (4096, 32, True),  # its gradients would spill
                                                       (512, 2, True))]  # no program holds whole heads
-    beside = [kernels._norm_on_triton(torch.ones(1, 64).as_subclass(Cuda), torch.ones(1, 64, dtype=kind), 1, False)
-              for kind in (torch.float32, torch.float64)]
-    assert [*fused, *beside] == [kernels.triton is not None and yes for yes in (True, False, True, False, False, True, False)]
+    beside = [kernels._norm_on_triton(torch.ones(1, 512).as_subclass(Cuda), torch.ones(1, 512, dtype=kind), *how)
+              for kind, *how in ((torch.float32, 1, False), (torch.float64, 1, False), (torch.float32, 2, True))]
+    assert [*fused, *beside] == [kernels.triton is not None and yes for yes in (True, False, True, False, False, True, False, False)]
     monkeypatch.setattr(kernels, "_capability", lambda device: (9, 0))
     said = [kernels.hadamard_path(d, device) for d, device in ((64, "cpu"), (64, "cuda:1"), (2**17, "cuda"))]  # for the log
     assert said == ["PyTorch, small dense factors", *(("Triton kernel", "PyTorch, as the Triton kernel has no plan for this width")
@@ -862,8 +862,12 @@ def test_hadamard_on_tensor_cores_is_exact_and_stays_inside_its_rows(d, n_head, 
         if d == 512:
             y, exact = kernels._transform_triton(x[:2], None, None, None, *how), (x.double() @ H)[:2]  # few rows: by butterflies
             assert error(y, exact) <= 1.02 * error(rounded(exact, dtype), exact)
+    monkeypatch.setattr(kernels, "_on_triton", lambda x, *how: kernels._plan(x.shape[1], *how[:2], 16, *how[2:]) is not None)
+    if d == 1280:  # no kernel takes all three at once
+        monkeypatch.setattr(kernels, "_hadamard", lambda *given: given)
+        monkeypatch.setattr(kernels, "_hadamard_grads", lambda *given: given)
+        assert kernels._hadamard_backward._init_fn(x, dy, alpha, *how, False) == ((dy, None, None, alpha, *how), x, dy, *how)
     if d == 1536:  # where by butterflies all three at once would spill
-        monkeypatch.setattr(kernels, "_on_triton", lambda x, *how: kernels._plan(x.shape[1], *how[:2], 16, *how[2:]) is not None)
         assert all(map(torch.equal, kernels._hadamard_backward(x, dy, alpha, *how, kept=False), (dx, dalpha, dbeta)))
 
 
@@ -904,6 +908,8 @@ def test_hadamard_takes_tensor_cores_where_they_are_and_fit(monkeypatch):
                                            (768, torch.float16, 12, True), (128, torch.float16, 1, False), (384, torch.float16, 1, False),
                                            (3584, torch.float16, 1, False), (8192, torch.float16, 1, False), (144, torch.float16, 12, False))
             ] == [True, True, *[False] * 7]
+    monkeypatch.setattr(kernels, "_grads_triton", None)  # nor does a CPU take it
+    kernels._hadamard_backward(*torch.ones(2, 1, 256).half(), torch.ones(256), 1.0, 1, False, kept=False)
     monkeypatch.setattr(kernels, "_capability", lambda device: capability)
     for capability, on in (((8, 0), True), ((7, 5), True), ((9, 0), False)):  # what a log says, and a switch to compare with
         monkeypatch.setattr(kernels, "TENSOR_CORES", on)
@@ -999,7 +1005,7 @@ def test_hadamard_norm_backward_is_one_kernel_where_triton_runs(monkeypatch):
     kernel = kernels._norm_backward_triton
     monkeypatch.setattr(kernels, "_norm_backward_triton", lambda *a: calls.append(a) or kernel(*a))
     for on in (False, True):
-        monkeypatch.setattr(kernels, "_norm_on_triton", lambda *a: on and not on_forward)
+        monkeypatch.setattr(kernels, "_norm_on_triton", lambda x, wide, *how: {torch.float32: on and not on_forward}[wide.dtype])
         for unused in (None, 0, 1):
             x, *rest = [t.detach().requires_grad_() for t in leaf]
             on_forward = True
