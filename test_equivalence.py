@@ -673,6 +673,10 @@ def test_hadamard_triton_takes_what_it_can_hold(monkeypatch):
     plans = {how: kernels._plan(*how, 16) for how in ((28, 1, False), (36, 1, False), (144, 12, False), (64, 8, True), (48, 4, True),
                                                       (8192, 64, True), (6144, 96, True))}
     assert [how for how, plan in plans.items() if plan] == [(28, 1, False), (64, 8, True), (8192, 64, True)] * (kernels.triton is not None)
+    for how in itertools.product(((1, 1), (96, 8), (768, 12), (1024, 16), (3072, 256), (2560, 20), (2**16, 1)), (False, True), (16, 32), (
+            "forward", "few", "grads", "backward", "norm", "norm few", "norm backward")):
+        plan, _ = kernels._plan(*how[0], *how[1:]) or (None, 1)  # tiles are all of a row; what a thread loads at once is one piece of it
+        assert not plan or plan["M"] * plan["P"] * plan["C"] * (plan["W"] // plan["CW"]) == how[0][0] and plan["CW"] % plan["V"] == 0
     fused = [hadamard_norm_is_fused(*how) for how in ((768, 12), (1024, 16), (3584, 28, True), (4096, 32, True),  # its gradients would spill
                                                       (512, 2, True))]  # no program holds whole heads
     beside = [kernels._norm_on_triton(torch.ones(1, 512).as_subclass(Cuda), torch.ones(1, 512, dtype=kind), *how)
@@ -906,8 +910,8 @@ def test_hadamard_takes_tensor_cores_where_they_are_and_fit(monkeypatch):
     takes = lambda d, dtype, n_head, only: kernels._by_dots(torch.empty(1, d, dtype=dtype, device="meta"), n_head, only) is not None
     assert [takes(d, *how) for d, *how in ((1024, torch.bfloat16, 16, False), (768, torch.float16, 192, False), (1024, torch.float32, 16, False),
                                            (768, torch.float16, 12, True), (128, torch.float16, 1, False), (384, torch.float16, 1, False),
-                                           (3584, torch.float16, 1, False), (8192, torch.float16, 1, False), (144, torch.float16, 12, False))
-            ] == [True, True, *[False] * 7]
+                                           (3584, torch.float16, 1, False), (8192, torch.float16, 1, False), (144, torch.float16, 12, False),
+                                           (768, torch.float16, 64, False))] == [True, True, *[False] * 8]
     monkeypatch.setattr(kernels, "_grads_triton", None)  # nor does a CPU take it
     kernels._hadamard_backward(*torch.ones(2, 1, 256).half(), torch.ones(256), 1.0, 1, False, kept=False)
     monkeypatch.setattr(kernels, "_capability", lambda device: capability)
