@@ -3224,12 +3224,18 @@ def test_triton_kernels_reach_beyond_2_31_elements(monkeypatch):
     wanted = torch.empty_like(last.float())
     exact = kernels._fo_backward_torch(*last.float().chunk(3, -1), exact[2], torch.ones(1, 8, 32), None, *wanted.chunk(3, -1), True)
     assert error(grads[-1:].cpu(), wanted.double()) < 5e-3 and error(dc0[-1:].cpu(), exact.double()) < 5e-3
+    del gates, h, dh, grads
     (B, T, *_), angles = (out := long(512, 3, 2, 64)).shape, model_py.rope_table(512, 64, **where)
-    dx = torch.empty(B, 2, T, 64, dtype=out.dtype, **where)
+    dx = torch.empty(B, 6, T, 64, dtype=out.dtype, **where)[:, :2]
     dx[-1] = torch.randn(2, T, 64, **where)
     kernels._rope_backward_triton([dx] * 3, *angles, out)
     kernels._rope_backward_torch([dx[-1:].cpu()] * 3, *(t.cpu() for t in angles), wanted := torch.empty_like(out[-1:].cpu()))
     assert error(out[-1:].cpu(), wanted.double()) < 5e-3  # the interpreter cuts off what a GPU rounds
+    del out, dx
+    k = long(2, 64, 64)
+    q = torch.ones(len(k), 2, 1, 64, dtype=k.dtype, **where)
+    kernels._one_query_triton(q, k, k, None, out := torch.empty_like(q))
+    assert error(out[-1, -1:].cpu(), F.scaled_dot_product_attention(*(t[-1, -1:].cpu().double() for t in (q, k, k)))) < 1e-2
 
 
 @pytest.fixture
