@@ -1369,8 +1369,8 @@ def test_rope_backward_kernel_turns_back_and_takes_any_strides(dtype, tol, insid
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-6), (torch.float16, 3e-4), (torch.bfloat16, 5e-3)])
-def test_one_query_kernel_is_masked_attention_and_reads_only_what_it_may(dtype, tol, inside, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_one_query_kernel_is_masked_attention_and_reads_only_what_it_may(dtype, inside, monkeypatch):
     device = GPU if torch.cuda.is_available() else "cpu"
     where = lambda *shape: torch.randn(*shape, device=device).to(dtype)
     for B, h, S, w, u, seen in ((2, 3, 37, 64, 64, 30), (1, 2, 5, 40, 80, None), (1, 1, 1, 8, 8, 1), (1, 2, 300, 96, 96, 271),
@@ -1394,7 +1394,8 @@ def test_one_query_kernel_is_masked_attention_and_reads_only_what_it_may(dtype, 
         exact = (q.double() @ k[:, :, there].double().mT * w ** -0.5 + (0 if mask is None else mask[:, there].double())).softmax(-1)
         out = torch.full((B, h, 1, u), math.nan, device=device, dtype=dtype)
         kernels._one_query_triton(q, k, v, mask, out)
-        assert B == 0 or error(out, exact @ v[:, :, there].double()) < tol
+        exact = exact @ v[:, :, there].double()
+        assert B == 0 or error(out, exact) <= max(1e-6, 1.02 * error(rounded(exact.cpu(), dtype).to(device), exact))  # rounds once
     k, v = where(2, 2, 9, 8), where(2, 2, 9, 8)
     k[1, 0, 4], v[0, 1, 2] = math.nan, math.inf
     kernels._one_query_triton(where(2, 2, 1, 8), k, v, None, out := torch.zeros(2, 2, 1, 8, device=device, dtype=dtype))
