@@ -1400,6 +1400,8 @@ def test_one_query_kernel_is_masked_attention_and_reads_only_what_it_may(dtype, 
     k[1, 0, 4], v[0, 1, 2] = math.nan, math.inf
     kernels._one_query_triton(where(2, 2, 1, 8), k, v, None, out := torch.zeros(2, 2, 1, 8, device=device, dtype=dtype))
     assert (~out.isfinite()).all(-1)[:, :, 0].tolist() == [[False, True], [True, False]]  # as in plain attention, and only there
+    kernels._one_query_triton(where(2, 2, 1, 8), k, v, torch.full((1, 9), -math.inf, device=device, dtype=dtype), out.zero_())
+    assert out.isnan().all()  # where nothing may be seen
 
 
 def test_attention_of_one_query_takes_its_kernel_on_a_gpu_without_gradients():
