@@ -326,6 +326,7 @@ def main():
         return m.all(m.rank > 0 or write_or_warn(path, lambda f: torch.save(state, f)))
 
     def leave(step):
+        "To be called on every rank, after a signal to any of them"
         if save(step):
             say(f"stopped; saved step {step} in {path}; go on with --resume"
                 + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={quote(s['out_dir'])}"))

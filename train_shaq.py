@@ -296,6 +296,7 @@ def main():
         return m.all(m.rank > 0 or write_or_warn(where, lambda f: torch.save(content, f)))
 
     def leave(step):
+        "To be called on every rank, after a signal to any of them"
         if save(step, path):
             say(f"stopped; saved step {step} in {path}; go on with --resume"
                 + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={quote(s['out_dir'])}"))
