@@ -4242,7 +4242,7 @@ def test_train_stopped_in_an_evaluation_repeats_it_on_resume(either, tmp_path, m
 def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
     "Three bytes a token, in the test split five, a card of 1 GFLOP/s, a second a step and 50 an evaluation; no seed of dropout comes twice"
     script, run = either
-    gpt, data, seeds, asked = script is train_gpt, tmp_path / "data/three", [], []
+    gpt, data, seeds, asked, bars = script is train_gpt, tmp_path / "data/three", [], [], []
     pd.prepare(str(data), "three", "byte", random_words(900), "", percent=(80, 90))
     meta = json.loads((data / "meta.json").read_text())
     more = {split: n * meta["tokens"][split] for split, n in (("val", 3), ("test", 5))}
@@ -4252,7 +4252,7 @@ def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
     monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: setattr(m, "net", model if records(tmp_path / "out") else None))
     seconds, evaluate, seed, generate = itertools.count(), script.evaluate, torch.manual_seed, SHAQ.generate
     monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=seconds.__next__))
-    monkeypatch.setattr(script, "progress", lambda *a, **kw: None)
+    monkeypatch.setattr(script, "progress", lambda done, total, *a, after, **kw: bars.append((done, total, after)))
     monkeypatch.setattr(script, "evaluate", lambda *a, **kw: [next(seconds) for _ in range(50)] and evaluate(*a, **kw))
     monkeypatch.setattr(torch, "manual_seed", lambda n: seeds.append(n) or seed(n))
     monkeypatch.setattr(train_gpt, "hadamard_path", lambda d, device, *how: f"{d}, {how}")
@@ -4261,6 +4261,8 @@ def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
     flags = ["--size=tiny", "--lr=0.02"] if gpt else ["--mem_len=10", f"--eval_tokens={meta['tokens']['test'] - 1}"]
     _, said, _, (first, *log) = ended(run("--dataset=three", f"--data_dir={data.parent}", "--seed=2", *flags))
     s, c, steps = first["settings"], first["config"], [r for r in log if "loss" in r]
+    assert bars[0][0] == 0 and all(0 <= done < total and after == 5 for done, total, after in bars)  # an evaluation's progress, if it is long
+    assert sum(done == 0 for done, *_ in bars) == 3 + (not gpt) < len(bars)  # the test split's, too
     flops = GPT(GPTConfig(**c)).flops_per_token() if gpt else SHAQ(SHAQConfig(**c)).flops_per_token(20)
     assert s["min_lr"] == pytest.approx(s["lr"] / 10) and len(set(seeds)) == len(seeds) == 7
     for i, r in enumerate(steps):

@@ -26,8 +26,8 @@ import torch
 from kernels import hadamard_path, triton
 from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine,
                    param_groups, peak_flops, sample_text, schedule_notes)
-from prepare_data import (Parser, StopSignal, die, diverged, duration, end_progress, flag01, number, one_line, progress, report, run, shared_dataset,
-                          shorten, start_log, unchanged, write_or_warn)
+from prepare_data import (Parser, StopSignal, die, diverged, duration, end_progress, flag01, number, one_line, progress, report, run,
+                          shared_dataset, shorten, start_log, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; typed flags override them. [1] and [2] are the papers listed in model.py.

@@ -27,8 +27,8 @@ import torch
 from kernels import triton
 from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint,
                    lr_at, machine, peak_flops, sample_text, schedule_notes)
-from prepare_data import (Parser, StopSignal, die, diverged, duration, end_progress, flag01, number, one_line, progress, report, run, shared_dataset,
-                          shorten, start_log, unchanged, write_or_warn)
+from prepare_data import (Parser, StopSignal, die, diverged, duration, end_progress, flag01, number, one_line, progress, report, run,
+                          shared_dataset, shorten, start_log, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. On CUDA the published ones; elsewhere a model that learns something in three minutes on a CPU.
