@@ -284,7 +284,6 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(x))
 
 
-
 def plain(module, *kinds):
     "Whether module is of one of kinds, and nobody hung a hook or another forward on it: only then may its formula stand in for its call"
     return type(module) in kinds and "forward" not in module.__dict__ and not (
@@ -815,7 +814,6 @@ class HeadLoss(torch.autograd.Function):
                 one = g.item() == 1  # as is usual; it spares a pass over all of dw
         dx, dw = ((t if t is None or one else t.to(torch.promote_types(t.dtype, torch.float32)) * g) for t in (dx, dw))
         return *(t if t is None else t.to(dtype) for t, dtype in zip((dx, dw), ctx.dtypes)), None, None
-
 
 
 def cross_entropy(logits, targets):
