@@ -709,7 +709,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     #    above 256, the outer form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16, T 1024, one head of 768 with
     #    values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
     # 2. PyTorch's fused operator, for heads up to 256. On a CPU, for T > 1, any width, but v as wide as q, and no gradients or dropout:
-    #    forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.5 to 1.7 at T = 256, 0.9 at 1024.
+    #    forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.4 to 1.7 at T = 256, 0.9 at 1024.
     #    On a GPU one query without gradients, as in decoding, takes the kernel of kernels.py instead.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block with dropout.
     #    For T = 1, too, where heads are too wide for way 2: a fused kernel would have one multiprocessor read all of k and v.
