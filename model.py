@@ -939,7 +939,7 @@ class SHAQConfig:
     rnn: str = "lstm"               # lstm | qrnn
     qrnn_window: int = 2            # width of the QRNN's causal convolution
     rnn_residual: bool = False      # h + rnn(h) in SHAQ, rnn(h) in SHA-RNN as published
-    attn_layers: tuple = (3,)       # blocks that attend, counted from 1 as in Table 2
+    attn_layers: tuple = (3,)       # blocks that attend, counted from 1 as in Table 2; () for none
     gates: bool = True              # Q_s, K_s, V_s of section 4.2 (and the overparametrised V_s of the published code)
     memory: str = "full"            # full | mean (eq. 1-4) | none
     mem_len: int = 5000             # positions of the past that a block may hold

@@ -3452,7 +3452,7 @@ def test_shaq_parameter_counts_by_hand(preset):
 
 
 @pytest.mark.parametrize("preset, more", [*((p, {}) for p in SHAQ_PRESETS), ("no_boom", dict(rnn_residual=True)),
-                                          ("shaq", dict(rnn_residual=False))])
+                                          ("shaq", dict(rnn_residual=False)), ("sharnn", dict(attn_layers=()))])
 def test_shaq_blocks_are_figure_2_written_out(preset, more):
     "And, of shaq alone, the residual of figure 9, whatever the recurrence; dropout is inside it"
     model, h = tiny_shaq(preset, **more), torch.randn(2, 5, 16)
@@ -3476,7 +3476,7 @@ def test_shaq_blocks_are_figure_2_written_out(preset, more):
     model.blocks[-1].register_forward_hook(lambda block, args, out: seen.append(out[0]))
     torch.testing.assert_close(model(idx)[0], seen[0] @ model.wte.weight.T + model.decoder_bias)
     model = tiny_shaq(preset, dropout=0.5, **more | dict(rnn_residual=True)).train()
-    block = model.blocks[max(model.config.attn_layers) - 1]
+    block = model.blocks[max(model.config.attn_layers, default=1) - 1]
     for name, p in block.named_parameters():  # branches of nothing but zeros, beside which a dropout of the sum would show
         if ".ln" not in name and not name.startswith("ln"):
             nn.init.zeros_(p)
@@ -3649,13 +3649,15 @@ def test_shaq_flops_per_token_by_hand():
     assert flops("shaq", mem_len=20) == 6 * (4 * 6 * d * d + d * d + 11 * d) + (8 * 20 + 4 * 8) * d
     assert flops("shaq", memory="none", mem_len=20) == 6 * (4 * 6 * d * d + d * d + 11 * d) + 12 * d * 8
     assert flops("sharnn", mem_len=5, attn_layers=(2, 4)) == 6 * (4 * 12 * d * d + 2 * d * d + 11 * d) + 2 * 12 * d * 8
+    assert flops("shaq", attn_layers=()) == 6 * (4 * 6 * d * d + 11 * d)
     assert flops("mean_mem", mem_len=20, mean_window=6) == 6 * (4 * 12 * d * d + d * d + 11 * d) + 12 * d * 7
 
 
-@pytest.mark.parametrize("preset", [p for p in SHAQ_PRESETS if p not in ("attn2", "attn3", "attn4")])  # sharnn, but for the block that attends
-def test_shaq_windows_cut_anywhere_give_one_sequence(preset):
+@pytest.mark.parametrize("preset, more", [*((p, {}) for p in SHAQ_PRESETS if p not in ("attn2", "attn3", "attn4")),  # sharnn, attending elsewhere
+                                          ("shaq", dict(attn_layers=()))])
+def test_shaq_windows_cut_anywhere_give_one_sequence(preset, more):
     """Also for mean memory, whose grid of windows (5 positions here) the cuts need not respect, and T = 1."""
-    model = tiny_shaq(preset)
+    model = tiny_shaq(preset, **more)
     idx = torch.randint(11, (3, 24))
     with torch.no_grad():
         whole, whole_state = model(idx)
@@ -3742,9 +3744,9 @@ def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, sampl
     assert model_py.sample_text(model, "byte", "a", 1) == "a\ufffd[2J\ufffd\tü\n\ufffd"
 
 
-@pytest.mark.parametrize("preset", ["sharnn", "shaq", "mean_mem"])
-def test_shaq_generate_carries_its_state(preset):
-    model = tiny_shaq(preset, dropout=0.5).train()
+@pytest.mark.parametrize("preset, more", [("sharnn", {}), ("shaq", {}), ("mean_mem", {}), ("shaq", dict(attn_layers=()))])
+def test_shaq_generate_carries_its_state(preset, more):
+    model = tiny_shaq(preset, dropout=0.5, **more).train()
     prompt, rng = torch.randint(11, (2, 7)), torch.get_rng_state()
     out, _ = model.generate(prompt, 12, temperature=0.8, top_k=5, generator=torch.Generator().manual_seed(3))
     assert torch.equal(model.generate(prompt, 12)[0], model.generate(prompt, 12, generator=torch.Generator().manual_seed(1337))[0])
@@ -4315,7 +4317,7 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
         one_line(train_shaq_here("--resume", flag), flag.partition("=")[0].strip("-"), "checkpoint")
     one_line(train_shaq_here("--resume", "--max_minutes=9"), "max_minutes", "checkpoint", "--max_steps=N goes on")  # the schedule hangs on it
     one_line(train_shaq_here("--attn_layers=x"), "--attn_layers", "invalid N[,N] value: 'x'", status=2)
-    assert train_shaq.blocks("4,2") == (2, 4)
+    assert (train_shaq.blocks("4,2"), train_shaq.blocks("none")) == ((2, 4), ())
     with monkeypatch.context() as patch:
         patch.setattr(train_shaq, "machine", lambda *a: model_py.Machine(torch.device("cpu"), torch.float32, 0, 3, ""))
         patch.setattr(model_py.Machine, "all", lambda self, done: done)

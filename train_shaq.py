@@ -39,8 +39,8 @@ LAPTOP = dict(n_embd=256, batch=16, bptt=128, lr=8e-3, warmup_steps=50, max_step
 
 
 def blocks(text):
-    "argparse type: 4,2 -> (2, 4)"
-    return tuple(sorted(set(map(int, text.split(",")))))
+    "argparse type: 4,2 -> (2, 4), none -> ()"
+    return () if text == "none" else tuple(sorted(set(map(int, text.split(",")))))
 
 
 blocks.__name__ = "N[,N]"  # argparse says "invalid N[,N] value"
@@ -55,7 +55,7 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--memory", choices=["full", "mean", "none"], help="what attention sees of earlier windows")
     add("--gates", type=flag01, help="gates on queries, keys and values")
     add("--rnn_residual", type=flag01, help="a residual round the recurrence")
-    add("--attn_layers", type=blocks, metavar="N[,N]", help="blocks that attend, counted from 1: 3 or 2,4")
+    add("--attn_layers", type=blocks, metavar="N[,N]", help="blocks that attend, counted from 1: 3 or 2,4, or none")
     for name in ("n_layer", "n_head"):
         add(f"--{name}", type=number(int, 1, 2**24), help="instead of the preset's")
     add("--n_embd", type=number(int, 1, 2**24), help="width (default 1024 on CUDA, else 256)")
