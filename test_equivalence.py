@@ -4313,7 +4313,8 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
     one_line(train_shaq_here("--dataset=few"), "test.bin", "300", "vocabulary of 256")
     assert losses(records(tmp_path / "out"))[1].keys() == {0}
     for flag in ("--n_embd=32", "--batch=4", "--bptt=9", "--lr=1", "--seed=2", "--preset=sharnn", "--mem_len=99", "--optimizer=adamw", "--dropout=0",
-                 "--weight_decay=1", "--grad_clip=9", "--schedule=constant", "--warmup_steps=9", "--min_lr=1", "--dataset=other"):
+                 "--weight_decay=1", "--grad_clip=9", "--schedule=constant", "--warmup_steps=9", "--min_lr=1", "--dataset=other",
+                 "--attn_layers=none"):
         one_line(train_shaq_here("--resume", flag), flag.partition("=")[0].strip("-"), "checkpoint")
     one_line(train_shaq_here("--resume", "--max_minutes=9"), "max_minutes", "checkpoint", "--max_steps=N goes on")  # the schedule hangs on it
     one_line(train_shaq_here("--attn_layers=x"), "--attn_layers", "invalid N[,N] value: 'x'", status=2)
