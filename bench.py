@@ -7,6 +7,7 @@ Every table and figure of the papers, from measurement, with the papers' numbers
     python bench.py kernels prefill decode train                speed; one command may name several
     python bench.py code --sm=90                                machine code of the Triton kernels, no GPU needed: instructions an element
     python bench.py scaling                                     loss against compute, 20 tokens per parameter
+    python bench.py loss --ckpt out/gpt/ckpt.pt out/shaq/best.pt        trained models on a whole split, token by token
     python bench.py eval --ckpt=out/gpt/ckpt.pt --tasks=piqa,hellaswag,openbookqa,arc_easy,blimp
     python bench.py plot                                        figures from the records of compare, scaling, prefill and decode
 
@@ -45,8 +46,8 @@ import kernels
 import train_gpt
 import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_norm_is_fused, hadamard_path, hadamard_transform, qrnn_pool
-from model import (CHOICES, GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured,
-                   load_checkpoint, lr_at, machine, model_of, peak_flops, processor)
+from model import (CHOICES, GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, evaluating,
+                   inputs_and_targets, load_checkpoint, lr_at, machine, model_of, peak_flops, processor)
 from prepare_data import (Parser, die, encode, end_progress, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
 
 # -----------------------------------------------------------------------------
@@ -1393,6 +1394,86 @@ def bench_scaling(args):
             f"against {base}, over seeds": None if out == base else with_error(*paired(slopes[out], slopes[base]))})
         record(args, variant=out, exponent=s, error=error, over_seeds=over_seeds, sizes=list(sizes))
     table(args, "Exponent s of loss ~ FLOPs^s; the paper's from its three printed perplexities and 6 N D, on other data", rows)
+
+
+# -----------------------------------------------------------------------------
+# loss: what trained models lose on a whole split
+
+
+def token_losses(model, tokens, m, context=0):
+    """-> nats that each token but the first costs, given those before it, (len(tokens) - 1,), on the CPU. SHAQ reads as train_shaq.py evaluates,
+    in 16 streams, and leaves out the last few tokens if they do not divide. A GPT sees its block_size at most and, from the first window on,
+    `context` at least; with 0, windows lie side by side, as in train_gpt.py's evaluation, and the last ends where the text does."""
+    def losses(logits, y):
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape).cpu()
+
+    n, began, state = len(tokens) - 1, time.perf_counter(), None
+    with evaluating(model), m.autocast():
+        if type(model) is SHAQ:
+            streams, length = train_shaq.eval_streams(tokens, n, 16)
+            T, out = model.config.mean_window, torch.empty(streams, length)  # mean_window: its --bptt
+            for at in range(0, length, T):
+                x, y = train_shaq.read(tokens, range(streams), length, at, min(T, length - at), m.device)
+                logits, state = model(x, state=state)
+                out[:, at:at + T] = losses(logits, y)
+                progress(at * streams, n, began, "loss", unit="tokens", scale=1, after=5)
+            end_progress()
+            return out.flatten().numpy()
+        T, out = min(model.config.block_size, n), torch.empty(n)
+        starts = [min(at, n - T) for at in range(0, max(1, n - context), T - context)][::-1]  # where two overlap, the earlier sees more
+        rows = max(1, min(2**14 // T, 2**26 // (T * model.config.vocab_size)))
+        for i in range(0, len(starts), rows):
+            x, y = inputs_and_targets(np.stack([tokens[at:at + T + 1] for at in starts[i:i + rows]]), m.device)
+            for at, loss in zip(starts[i:i + rows], losses(model(x), y)):
+                out[at:at + T] = loss
+            progress(i, len(starts), began, "loss", unit="windows", scale=1, after=5)
+    end_progress()
+    return out.numpy()
+
+
+@command(lambda gpu: (
+    ("ckpt", dict(nargs="+", default=["out/gpt/ckpt.pt"], metavar="FILE", help="checkpoints of either script; the first is the baseline")),
+    ("dataset", dict(help="text to read (default the first checkpoint's)")),
+    ("data_dir", dict(default="data", help="where prepared data lies")),
+    ("split", dict(choices=["train", "val", "test"], default="val", help="of it")),
+    ("context", dict(type=number(int, 0), default=0, help="tokens that a GPT at least sees, but where the text begins (default 0: its "
+                                                          "windows lie side by side)"))))
+def bench_loss(args):
+    """Loss of trained models on a whole split, token by token, and the difference from the first model's. Its standard error is over 64 equal
+    parts of the text: how far it depends on the text read, not on the seed of training."""
+    m, models = start(args), []
+    for path in args.ckpt:
+        with one_line():
+            models.append(load_checkpoint(path))
+        models[-1].pop("optimizer", None)  # two thirds of it
+    data, rows, base = load_dataset(args.dataset or models[0]["data"]["name"], args.data_dir), [], None
+    tokens = getattr(data, args.split)
+    if tokens is None or len(tokens) < 129:
+        die(f"{data.name} has {'no' if tokens is None else 'too short a'} {args.split} split: take another --split or --dataset")
+    bytes_per_token = data.meta["bytes"][args.split] / len(tokens)
+    for path, ckpt in zip(args.ckpt, models):
+        if ckpt["data"]["tokenizer"] != data.tokenizer:
+            die(f"{path} reads {ckpt['data']['tokenizer']} tokens, {data.name} holds {data.tokenizer}: take another --ckpt or --dataset")
+        T = ckpt["config"].get("block_size", math.inf)
+        if args.context >= T:
+            die(f"--context={args.context}: expected less than the {T} tokens that {path} can see")
+    for i, (path, ckpt) in enumerate(zip(args.ckpt, models)):
+        if ckpt["data"]["name"] == data.name and data.source | ckpt["data"] != data.source:  # old ones say less
+            warn(f"note: {path} was trained on another {data.name}, which may hold some of this text")
+        model = model_of(ckpt).to(m.device)
+        found = token_losses(model, tokens, m, args.context)
+        parts = lambda x: x[:len(x) // 64 * 64].reshape(64, -1).mean(1, dtype=np.float64)
+        base, n, loss = found if base is None else base, len(found), found.mean(dtype=np.float64)
+        both = min(n, len(base))
+        error, (lead, lead_error) = standard_error(parts(found)), paired(parts(found[:both]), parts(base[:both]))
+        rows.append({
+            "checkpoint": f"`{path}`", "parameters {:,}": sum(p.numel() for p in model.parameters()), "steps {:,}": ckpt.get("step"),
+            "tokens {:,}": n, f"loss, {nats(bytes_per_token)}": with_error(loss, error, "-.4f"),
+            "perplexity {:.4g}": math.exp(loss), "bits per byte {:.4f}": loss / math.log(2) / bytes_per_token,
+            "difference ± standard error": None if len(models) == 1 else "baseline" if i == 0 else with_error(lead, lead_error)})
+        record(args, ckpt=path, dataset=data.name, split=args.split, context=args.context, step=ckpt.get("step"), tokens=n, loss=loss,
+               error=error, bits_per_byte=loss / math.log(2) / bytes_per_token, difference=lead, difference_error=lead_error)
+    table(args, f"Loss on {data.name}, {args.split} split; ± over 64 parts of it", rows)
 
 
 # -----------------------------------------------------------------------------

@@ -5412,11 +5412,6 @@ def test_help_says_every_default_that_settle_takes_or_what_decides_it(script, wi
 def test_help_and_readme_name_commands_that_the_scripts_take(tmp_path, monkeypatch, capsys):
     "Every command of README.md and of the scripts' docstrings is parsed by its script, which ends there, and python -c runs"
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "out/gpt").mkdir(parents=True)  # what the commands before these leave behind
-    save_model(tmp_path / "out/gpt/ckpt.pt", small_gpt())
-    (tmp_path / "data").mkdir()
-    pd.prepare("data/notes", "notes", "byte", b"some text " * 99, "notes.txt")
-    capsys.readouterr()
     def parse_args(self, args=None, namespace=None, real=pd.Parser.parse_args):
         known.update(self._option_string_actions)
         raise StopIteration(real(self, args, namespace))
@@ -6623,6 +6618,72 @@ def by_hand(model, context, continuation):
         total, greedy = total + lp[token].item(), greedy and lp.argmax().item() == token
         ids.append(token)
     return total, greedy
+
+
+def test_bench_loss_is_that_of_every_token(tmp_path, monkeypatch):
+    pd.prepare(str(tmp_path / "words"), "words", "byte", random_words(2000), "random words")
+    tokens = bench.load_dataset("words", str(tmp_path)).val[:]
+    n, gpt, shaq, cpu = len(tokens) - 1, small_gpt(), tiny_shaq("shaq", vocab_size=256, mean_window=7, mem_len=12), machine("cpu", "float32")
+    assert n % 16  # neither windows of 16 nor 16 streams divide it
+    for context in (0, 5, 15):
+        for batch in (2**14, 48):
+            with monkeypatch.context() as patch:
+                patch.setattr(gpt.config, "vocab_size", 2**26 // batch)  # rows at a time: by what their logits take
+                found = bench.token_losses(gpt, tokens, cpu, context)
+            assert found.shape == (n,)
+            for j in (0, 3, 15, 16, 17, 40, 41, n - 17, n - 16, n - 2, n - 1):
+                at = min(max(0, -(-(j - 15) // (16 - context))) * (16 - context), n - 16)  # the first window that holds it, or the last of all
+                seen = tokens[at:j + 1].tolist()
+                assert found[j] == pytest.approx(-by_hand(gpt, seen, tokens[j + 1:j + 2].tolist())[0], abs=1e-4) and len(seen) > min(j, context)
+    sides = n // 16 * 16
+    assert bench.token_losses(gpt, tokens[:sides + 1], cpu).mean() == pytest.approx(
+        train_gpt.evaluate(gpt, tokens[:sides + 1], 2**62, 3, cpu), abs=1e-6)
+    short = bench.token_losses(gpt, tokens[:12], cpu)  # a text shorter than a window
+    assert short.shape == (11,) and np.allclose(short, bench.token_losses(gpt, tokens, cpu)[:11], atol=1e-5)
+    found, length = bench.token_losses(shaq, tokens, cpu), n // 16
+    assert found.shape == (length * 16,) and found.mean() == pytest.approx(train_shaq.evaluate(shaq, tokens, 2**62, 7, cpu), abs=1e-6)
+    x = torch.from_numpy(np.stack([tokens[i * length:i * length + 6] for i in range(16)])).long()  # the streams' first window, of 7
+    first = F.cross_entropy(shaq(x[:, :5])[0].mT, x[:, 1:], reduction="none")
+    assert np.allclose(found.reshape(16, length)[:, :5], first.detach(), atol=1e-5)
+
+
+def test_bench_loss_compares_checkpoints_on_the_same_text(tmp_path, capsys, monkeypatch):
+    pd.prepare(str(tmp_path / "mine"), "mine", "byte", random_words(1500), "random words")
+    pd.prepare(str(tmp_path / "short"), "short", "byte", random_words(200), "random words")
+    data = bench.load_dataset("mine", str(tmp_path))
+    models = dict(gpt=small_gpt(), shaq=tiny_shaq("shaq", vocab_size=256, mean_window=7), other=small_gpt(n_layer=1, block_size=40))
+    for name, model in models.items():
+        save_model(tmp_path / f"{name}.pt", model, step=7)
+    monkeypatch.setattr(bench, "token_losses", lambda model, *a, real=bench.token_losses: found.append(real(model, *a)) or found[-1])
+    files, found = [str(tmp_path / f"{name}.pt") for name in ("gpt", "shaq", "other", "gpt")], []
+    capsys.readouterr()
+    rows = bench_run(tmp_path, "loss", f"--data_dir={tmp_path}", "--context=3", "--ckpt", *files)
+    out = capsys.readouterr()
+    assert [r["ckpt"] for r in rows] == files and {(r["dataset"], r["split"], r["context"], r["step"]) for r in rows} == {("mine", "val", 3, 7)}
+    for r, x in zip(rows, found):
+        assert (r["tokens"], r["loss"]) == (len(x), pytest.approx(x.mean(), abs=1e-6)) and r["bits_per_byte"] == pytest.approx(r["loss"] / math.log(2))
+        k = min(len(x), len(found[0]))
+        parts, own = ([t[i * (len(t) // 64):(i + 1) * (len(t) // 64)].mean() for i in range(64)] for t in (x[:k] - found[0][:k], x))
+        assert r["difference"] == pytest.approx(np.mean(parts), abs=1e-5) and r["difference_error"] == pytest.approx(np.std(parts, ddof=1) / 8, abs=1e-6)
+        assert r["error"] == pytest.approx(np.std(own, ddof=1) / 8, abs=1e-6)
+    assert rows[3]["difference"] == rows[3]["difference_error"] == 0 < abs(rows[2]["difference"]) and rows[2]["difference_error"] > 0
+    assert f"| `{files[1]}` | {sum(p.numel() for p in models['shaq'].parameters()):,} | 7 | {len(found[1]):,} | " in out.out
+    assert out.out.count("| baseline |") == 1 and "Loss on mine, val split; ± over 64 parts of it" in out.out and not out.err
+    # another split or text; a checkpoint that read another text of the same name may know this one
+    alone, = bench_run(tmp_path, "loss", f"--data_dir={tmp_path}", "--split=train", "--ckpt", files[0])
+    assert (alone["split"], alone["tokens"]) == ("train", len(data.train) - 1) and "difference" not in capsys.readouterr().out
+    save_model(tmp_path / "then.pt", models["gpt"])
+    content = torch.load(tmp_path / "then.pt")
+    torch.save(content | dict(data=data.source | dict(sha256="another")), tmp_path / "then.pt")
+    bench_run(tmp_path, "loss", f"--data_dir={tmp_path}", "--ckpt", str(tmp_path / "then.pt"))
+    assert "then.pt was trained on another mine, which may hold some of this text" in capsys.readouterr().err
+    torch.save(content | dict(data=dict(name="mine", tokenizer="gpt2")), tmp_path / "tokens.pt")
+    for argv, words in ((["--split=test"], "mine has no test split"), (["--dataset=short"], "short has too short a val split"),
+                        (["--context=16"], f"--context=16: expected less than the 16 tokens that {files[0]} can see"),
+                        (["--ckpt", files[0], f"{tmp_path}/tokens.pt"], "tokens.pt reads gpt2 tokens, mine holds byte"),
+                        (["--ckpt", f"{tmp_path}/none.pt"], "none.pt does not exist"), (["--dataset=min"], "'min' is not prepared")):
+        fails(capsys, lambda: bench.main(["loss", f"--data_dir={tmp_path}", f"--out={tmp_path}/none.jsonl", *CPU,
+                                          *(argv if "--ckpt" in argv else ["--ckpt", files[0], *argv])]), words)
 
 
 def test_bench_eval_log_likelihoods_are_those_computed_by_hand(capsys, monkeypatch):
