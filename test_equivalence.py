@@ -626,8 +626,8 @@ def test_operators_compile_whole_and_once_for_inputs_of_any_size(f, shapes, monk
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:There is a performance drop")  # PyTorch's own, of its jvp and its vmap
 def test_operators_refuse_forward_mode_and_torch_func_as_readme_says():
-    section = (HERE / "README.md").read_text(encoding="utf-8").split("\n## 4. ")[1].split("<details>")[0]
-    no_grad, no_vmap = re.findall(r'\("(\w[^"]{20,})"\)', section)
+    text = (HERE / "README.md").read_text(encoding="utf-8").split("* **torch.func:**")[1].split("\n* ")[0]
+    no_grad, no_vmap = re.findall(r'\("(\w[^"]{20,})"\)', text)
     x, v, many = torch.randn(3, 12), torch.randn(12), torch.randn(2, 3, 12)
     hadamard = (hadamard_transform, lambda x: hadamard_affine(x, v, v), lambda x: hadamard_affine_norm(x, v, v, x, v)[0])
     others = (lambda x: kernels.qrnn_pool(x[None])[0], lambda x: kernels.fo_pool(x[None], x[None], x[None])[0],
