@@ -1400,17 +1400,18 @@ def bench_scaling(args):
 # loss: what trained models lose on a whole split
 
 
-def token_losses(model, tokens, m, context=0):
-    """-> nats that each token but the first costs, given those before it, (len(tokens) - 1,), on the CPU. SHAQ reads as train_shaq.py evaluates,
-    in 16 streams, and leaves out the last few tokens if they do not divide. A GPT sees its block_size at most and, from the first window on,
-    `context` at least; with 0, windows lie side by side, as in train_gpt.py's evaluation, and the last ends where the text does."""
+def token_losses(model, tokens, m, context=0, streams=16):
+    """-> nats that each token but the first costs, given those before it, on the CPU: (len(tokens) - 1,), for a SHAQ less what does not divide
+    into `streams`, which it reads side by side, each from an empty state, as in train_shaq.py's evaluation. A GPT reads windows of its
+    block_size, in which at least `context` tokens (but in the first) precede those that count; with 0, they lie side by side, as in
+    train_gpt.py's evaluation. The last ends where the text does."""
     def losses(logits, y):
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape).cpu()
 
     n, began, state = len(tokens) - 1, time.perf_counter(), None
     with evaluating(model), m.autocast():
         if type(model) is SHAQ:
-            streams, length = train_shaq.eval_streams(tokens, n, 16)
+            streams, length = train_shaq.eval_streams(tokens, n, streams)
             T, out = model.config.mean_window, torch.empty(streams, length)  # mean_window: its --bptt
             for at in range(0, length, T):
                 x, y = train_shaq.read(tokens, range(streams), length, at, min(T, length - at), m.device)
@@ -1420,6 +1421,7 @@ def token_losses(model, tokens, m, context=0):
             end_progress()
             return out.flatten().numpy()
         T, out = min(model.config.block_size, n), torch.empty(n)
+        context = min(context, T - 1)
         starts = [min(at, n - T) for at in range(0, max(1, n - context), T - context)][::-1]  # where two overlap, the earlier sees more
         rows = max(1, min(2**14 // T, 2**26 // (T * model.config.vocab_size)))
         for i in range(0, len(starts), rows):
@@ -1432,47 +1434,52 @@ def token_losses(model, tokens, m, context=0):
 
 
 @command(lambda gpu: (
-    ("ckpt", dict(nargs="+", default=["out/gpt/ckpt.pt"], metavar="FILE", help="checkpoints of either script; the first is the baseline")),
-    ("dataset", dict(help="text to read (default the first checkpoint's)")),
+    ("ckpt", dict(nargs="+", action="extend", metavar="FILE",
+                  help="checkpoints of either script (where not given, out/gpt/ckpt.pt); the first is the baseline")),
+    ("dataset", dict(help="text to read (where not given, the first checkpoint's)")),
     ("data_dir", dict(default="data", help="where prepared data lies")),
-    ("split", dict(choices=["train", "val", "test"], default="val", help="of it")),
-    ("context", dict(type=number(int, 0), default=0, help="tokens that a GPT at least sees, but where the text begins (default 0: its "
-                                                          "windows lie side by side)"))))
+    ("split", dict(choices=["train", "val", "test"], default="val", help="the part of it to read, from end to end")),
+    ("context", dict(type=number(int, 0), default=0, help="at least so many tokens precede those on which a GPT is scored; 0: its windows lie "
+                                                          "side by side. A SHAQ carries its state along"))))
 def bench_loss(args):
-    """Loss of trained models on a whole split, token by token, and the difference from the first model's. Its standard error is over 64 equal
-    parts of the text: how far it depends on the text read, not on the seed of training."""
-    m, models = start(args), []
-    for path in args.ckpt:
+    """Loss of trained models on a whole split, token by token, and the difference from the first model's. Standard errors are over 64 equal
+    parts of the text: they hold for text like it, and are too small if it is short, as neighbours are alike. They say nothing of other
+    seeds."""
+    m, paths, ckpts = start(args), args.ckpt or ["out/gpt/ckpt.pt"], []
+    for path in paths:
         with one_line():
-            models.append(load_checkpoint(path))
-        models[-1].pop("optimizer", None)  # two thirds of it
-    data, rows, base = load_dataset(args.dataset or models[0]["data"]["name"], args.data_dir), [], None
+            ckpts.append(load_checkpoint(path))
+        for name in ("optimizer", "state"):  # most of it
+            ckpts[-1].pop(name, None)
+    data, rows, base = load_dataset(args.dataset or ckpts[0]["data"]["name"], args.data_dir), [], None
     tokens = getattr(data, args.split)
     if tokens is None or len(tokens) < 129:
         die(f"{data.name} has {'no' if tokens is None else 'too short a'} {args.split} split: take another --split or --dataset")
-    bytes_per_token = data.meta["bytes"][args.split] / len(tokens)
-    for path, ckpt in zip(args.ckpt, models):
-        if ckpt["data"]["tokenizer"] != data.tokenizer:
-            die(f"{path} reads {ckpt['data']['tokenizer']} tokens, {data.name} holds {data.tokenizer}: take another --ckpt or --dataset")
-        T = ckpt["config"].get("block_size", math.inf)
-        if args.context >= T:
-            die(f"--context={args.context}: expected less than the {T} tokens that {path} can see")
-    for i, (path, ckpt) in enumerate(zip(args.ckpt, models)):
+    bits_per_nat = len(tokens) / data.meta["bytes"][args.split] / math.log(2)  # a byte
+    for path, ckpt in zip(paths, ckpts):
+        c = ckpt["config"]
+        if ckpt["data"]["tokenizer"] != data.tokenizer or c["vocab_size"] < data.vocab_size:
+            die(f"{path} reads {c['vocab_size']} {ckpt['data']['tokenizer']} tokens, {data.name} holds {data.vocab_size} {data.tokenizer} tokens: "
+                "take another --ckpt or --dataset")
+        if args.context >= c.get("block_size", math.inf):
+            die(f"--context={args.context}: expected less than the {c['block_size']} tokens that {path} can see")
+    for i, (path, ckpt) in enumerate(zip(paths, ckpts)):
         if ckpt["data"]["name"] == data.name and data.source | ckpt["data"] != data.source:  # old ones say less
             warn(f"note: {path} was trained on another {data.name}, which may hold some of this text")
         model = model_of(ckpt).to(m.device)
-        found = token_losses(model, tokens, m, args.context)
-        parts = lambda x: x[:len(x) // 64 * 64].reshape(64, -1).mean(1, dtype=np.float64)
-        base, n, loss = found if base is None else base, len(found), found.mean(dtype=np.float64)
-        both = min(n, len(base))
-        error, (lead, lead_error) = standard_error(parts(found)), paired(parts(found[:both]), parts(base[:both]))
+        found = token_losses(model, tokens, m, args.context, 8 if args.split == "test" else 16).astype(np.float64)  # as train_shaq.py
+        base = found if i == 0 else base
+        both = min(len(found), len(base))
+        lead = found[:both] - base[:both]
+        mean_error = lambda x: standard_error(x[:len(x) // 64 * 64].reshape(64, -1).mean(1))
+        loss, error, difference, difference_error = found.mean(), mean_error(found), lead.mean(), mean_error(lead)
         rows.append({
             "checkpoint": f"`{path}`", "parameters {:,}": sum(p.numel() for p in model.parameters()), "steps {:,}": ckpt.get("step"),
-            "tokens {:,}": n, f"loss, {nats(bytes_per_token)}": with_error(loss, error, "-.4f"),
-            "perplexity {:.4g}": math.exp(loss), "bits per byte {:.4f}": loss / math.log(2) / bytes_per_token,
-            "difference ± standard error": None if len(models) == 1 else "baseline" if i == 0 else with_error(lead, lead_error)})
-        record(args, ckpt=path, dataset=data.name, split=args.split, context=args.context, step=ckpt.get("step"), tokens=n, loss=loss,
-               error=error, bits_per_byte=loss / math.log(2) / bytes_per_token, difference=lead, difference_error=lead_error)
+            f"{data.unit}s {{:,}}": len(found), f"loss, nats per {data.unit}": with_error(loss, error, "-.4f"),
+            "perplexity {:.4g}": math.exp(loss) if loss < 700 else math.inf, "bits per byte {:.4f}": loss * bits_per_nat,
+            "difference ± standard error": None if len(paths) == 1 else "baseline" if i == 0 else with_error(difference, difference_error)})
+        record(args, ckpt=path, dataset=data.name, split=args.split, context=args.context, step=ckpt.get("step"), tokens=len(found), loss=loss,
+               error=error, bits_per_byte=loss * bits_per_nat, difference=difference, difference_error=difference_error)
     table(args, f"Loss on {data.name}, {args.split} split; ± over 64 parts of it", rows)
 
 

@@ -1760,7 +1760,7 @@ def load_checkpoint(path, kind=None):
         Model, Config = KINDS[ckpt.get("kind")]
         more = ("settings", "optimizer", "step", "evaluated") if kind == ckpt["kind"] else ()  # sampling does without
         more += ("at", "epoch", "best", "minutes", "state") if kind == ckpt["kind"] == "SHAQ" else ()
-        if not {"config", "model", "data", *more} <= set(ckpt):
+        if not ({"config", "model", "data", *more} <= set(ckpt) and {"name", "tokenizer"} <= set(ckpt["data"])):
             raise KeyError
         with zipfile.ZipFile(path) as z:  # torch.load leaves the checksums unread
             if z.testzip():

@@ -6626,64 +6626,92 @@ def test_bench_loss_is_that_of_every_token(tmp_path, monkeypatch):
     n, gpt, shaq, cpu = len(tokens) - 1, small_gpt(), tiny_shaq("shaq", vocab_size=256, mean_window=7, mem_len=12), machine("cpu", "float32")
     assert n % 16  # neither windows of 16 nor 16 streams divide it
     for context in (0, 5, 15):
-        for batch in (2**14, 48):
+        for batch in (2**14, 48, 1):
             with monkeypatch.context() as patch:
-                patch.setattr(gpt.config, "vocab_size", 2**26 // batch)  # rows at a time: by what their logits take
+                patch.setattr(gpt.config, "vocab_size", 2**26 // batch)  # rows at a time: by what their logits take, one at least
                 found = bench.token_losses(gpt, tokens, cpu, context)
             assert found.shape == (n,)
             for j in (0, 3, 15, 16, 17, 40, 41, n - 17, n - 16, n - 2, n - 1):
                 at = min(max(0, -(-(j - 15) // (16 - context))) * (16 - context), n - 16)  # the first window that holds it, or the last of all
                 seen = tokens[at:j + 1].tolist()
                 assert found[j] == pytest.approx(-by_hand(gpt, seen, tokens[j + 1:j + 2].tolist())[0], abs=1e-4) and len(seen) > min(j, context)
-    sides = n // 16 * 16
-    assert bench.token_losses(gpt, tokens[:sides + 1], cpu).mean() == pytest.approx(
-        train_gpt.evaluate(gpt, tokens[:sides + 1], 2**62, 3, cpu), abs=1e-6)
-    short = bench.token_losses(gpt, tokens[:12], cpu)  # a text shorter than a window
-    assert short.shape == (11,) and np.allclose(short, bench.token_losses(gpt, tokens, cpu)[:11], atol=1e-5)
-    found, length = bench.token_losses(shaq, tokens, cpu), n // 16
-    assert found.shape == (length * 16,) and found.mean() == pytest.approx(train_shaq.evaluate(shaq, tokens, 2**62, 7, cpu), abs=1e-6)
-    x = torch.from_numpy(np.stack([tokens[i * length:i * length + 6] for i in range(16)])).long()  # the streams' first window, of 7
-    first = F.cross_entropy(shaq(x[:, :5])[0].mT, x[:, 1:], reduction="none")
-    assert np.allclose(found.reshape(16, length)[:, :5], first.detach(), atol=1e-5)
+    sides = tokens[:n // 16 * 16 + 1]
+    assert bench.token_losses(gpt, sides, cpu).mean() == pytest.approx(train_gpt.evaluate(gpt, sides, 2**62, 3, cpu), abs=1e-6)
+    for context in (0, 10, 11, 15):  # a text shorter than a window, and than the context
+        short = bench.token_losses(gpt, tokens[:12], cpu, context)
+        assert short.shape == (11,) and np.allclose(short, bench.token_losses(gpt, tokens, cpu)[:11], atol=1e-5)
+    for streams in (16, 8):
+        found, length = bench.token_losses(shaq, tokens, cpu, streams=streams), n // streams
+        assert found.shape == (length * streams,)
+        assert found.mean() == pytest.approx(train_shaq.evaluate(shaq, tokens, 2**62, 7, cpu, streams), abs=1e-6)
+        x = torch.from_numpy(np.stack([tokens[i * length:i * length + 6] for i in range(streams)])).long()  # of the streams' first window, of 7
+        first = F.cross_entropy(shaq(x[:, :5])[0].mT, x[:, 1:], reduction="none")
+        assert np.allclose(found.reshape(streams, length)[:, :5], first.detach(), atol=1e-5)
+    # without dropout, in the machine's precision, the losses themselves in fp32
+    low = model_py.Machine(torch.device("cpu"), torch.bfloat16, 0, 1, "")
+    for model in (gpt, shaq):
+        exact = bench.token_losses(model, tokens, cpu)
+        model.train()
+        for part in model.modules():
+            part.p = 0.5  # nn.Dropout's
+        assert np.array_equal(bench.token_losses(model, tokens, cpu), exact) and model.training
+        rounded = bench.token_losses(model, tokens, low)
+        assert 1e-5 < np.abs(rounded - exact).mean() < 0.2 and (torch.from_numpy(rounded).bfloat16().float().numpy() != rounded).any()
 
 
 def test_bench_loss_compares_checkpoints_on_the_same_text(tmp_path, capsys, monkeypatch):
     pd.prepare(str(tmp_path / "mine"), "mine", "byte", random_words(1500), "random words")
-    pd.prepare(str(tmp_path / "short"), "short", "byte", random_words(200), "random words")
+    pd.prepare(str(tmp_path / "short"), "short", "byte", b"x" * 1280, "128 bytes to validate on")
+    pd.prepare(str(tmp_path / "least"), "least", "byte", b"x" * 1290, "129")
     data = bench.load_dataset("mine", str(tmp_path))
     models = dict(gpt=small_gpt(), shaq=tiny_shaq("shaq", vocab_size=256, mean_window=7), other=small_gpt(n_layer=1, block_size=40))
     for name, model in models.items():
         save_model(tmp_path / f"{name}.pt", model, step=7)
-    monkeypatch.setattr(bench, "token_losses", lambda model, *a, real=bench.token_losses: found.append(real(model, *a)) or found[-1])
-    files, found = [str(tmp_path / f"{name}.pt") for name in ("gpt", "shaq", "other", "gpt")], []
+    files = [str(tmp_path / f"{name}.pt") for name in ("gpt", "shaq", "other", "gpt")]
+    alone = lambda split="val", **kw: [bench.token_losses(models[n], getattr(data, split), machine("cpu", "float32"), **kw).astype(float)
+                                       for n in ("gpt", "shaq", "other", "gpt")]
     capsys.readouterr()
-    rows = bench_run(tmp_path, "loss", f"--data_dir={tmp_path}", "--context=3", "--ckpt", *files)
+    rows, found = bench_run(tmp_path, "loss", f"--data_dir={tmp_path}", "--context=3", "--ckpt", *files[:3], "--ckpt", files[3]), alone(context=3)
     out = capsys.readouterr()
     assert [r["ckpt"] for r in rows] == files and {(r["dataset"], r["split"], r["context"], r["step"]) for r in rows} == {("mine", "val", 3, 7)}
-    for r, x in zip(rows, found):
-        assert (r["tokens"], r["loss"]) == (len(x), pytest.approx(x.mean(), abs=1e-6)) and r["bits_per_byte"] == pytest.approx(r["loss"] / math.log(2))
+    for i, (r, x) in enumerate(zip(rows, found)):
         k = min(len(x), len(found[0]))
-        parts, own = ([t[i * (len(t) // 64):(i + 1) * (len(t) // 64)].mean() for i in range(64)] for t in (x[:k] - found[0][:k], x))
-        assert r["difference"] == pytest.approx(np.mean(parts), abs=1e-5) and r["difference_error"] == pytest.approx(np.std(parts, ddof=1) / 8, abs=1e-6)
-        assert r["error"] == pytest.approx(np.std(own, ddof=1) / 8, abs=1e-6)
-    assert rows[3]["difference"] == rows[3]["difference_error"] == 0 < abs(rows[2]["difference"]) and rows[2]["difference_error"] > 0
-    assert f"| `{files[1]}` | {sum(p.numel() for p in models['shaq'].parameters()):,} | 7 | {len(found[1]):,} | " in out.out
-    assert out.out.count("| baseline |") == 1 and "Loss on mine, val split; ± over 64 parts of it" in out.out and not out.err
-    # another split or text; a checkpoint that read another text of the same name may know this one
-    alone, = bench_run(tmp_path, "loss", f"--data_dir={tmp_path}", "--split=train", "--ckpt", files[0])
-    assert (alone["split"], alone["tokens"]) == ("train", len(data.train) - 1) and "difference" not in capsys.readouterr().out
+        lead = x[:k] - found[0][:k]
+        errors = [np.std([t[i * (len(t) // 64):(i + 1) * (len(t) // 64)].mean() for i in range(64)], ddof=1) / 8 for t in (x, lead)]
+        wanted = dict(tokens=len(x), loss=x.mean(), error=errors[0], bits_per_byte=x.mean() / math.log(2), difference=lead.mean(), difference_error=errors[1])
+        assert {name: r[name] for name in wanted} == pytest.approx(wanted)
+        assert (f"| `{files[i]}` | {sum(p.numel() for p in models[Path(files[i]).stem].parameters()):,} | 7 | {len(x):,} | {x.mean():.4f} ± {errors[0]:.4f} | "
+                f"{math.exp(x.mean()):.4g} | {x.mean() / math.log(2):.4f} | " + (f"{lead.mean():+.4f} ± {errors[1]:.4f}" if i else "baseline") + " |\n") in out.out
+    assert "Loss on mine, val split; ± over 64 parts of it" in out.out and not out.err
+    assert len(found[1]) < len(found[0]) and len(found[0]) % 64 and rows[0]["loss"] != pytest.approx(alone()[0].mean())  # as the flag says
+    # another split, here with twice the bytes and SHAQ's 8 streams for a test split; another text
+    test = data.train[:1000]
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "load_dataset", lambda *a: replace(data, test=test, meta=data.meta | dict(bytes=dict(train=9, val=9, test=2000))))
+        rows = bench_run(tmp_path, "loss", "--split=test", "--ckpt", files[1])
+    assert (rows[0]["split"], rows[0]["loss"]) == ("test", pytest.approx(train_shaq.evaluate(models["shaq"], test, 2**62, 7, machine("cpu", "float32"), 8)))
+    assert rows[0]["bits_per_byte"] == pytest.approx(rows[0]["loss"] / math.log(2) / 2) and "difference" not in capsys.readouterr().out
+    assert bench_run(tmp_path, "loss", f"--data_dir={tmp_path}", "--dataset=least", "--ckpt", files[1])[0]["tokens"] == 128
+    # a checkpoint that read another text of the same name may know this one; one whose loss no exp holds
     save_model(tmp_path / "then.pt", models["gpt"])
     content = torch.load(tmp_path / "then.pt")
-    torch.save(content | dict(data=data.source | dict(sha256="another")), tmp_path / "then.pt")
-    bench_run(tmp_path, "loss", f"--data_dir={tmp_path}", "--ckpt", str(tmp_path / "then.pt"))
-    assert "then.pt was trained on another mine, which may hold some of this text" in capsys.readouterr().err
+    torch.save(content | dict(data=data.source | dict(sha256="another"), model={k: 100 * v for k, v in content["model"].items()}), tmp_path / "then.pt")
+    assert bench_run(tmp_path, "loss", f"--data_dir={tmp_path}", "--ckpt", str(tmp_path / "then.pt"))[0]["loss"] > 709
+    out = capsys.readouterr()
+    assert "then.pt was trained on another mine, which may hold some of this text" in out.err and " | inf | " in out.out
     torch.save(content | dict(data=dict(name="mine", tokenizer="gpt2")), tmp_path / "tokens.pt")
+    torch.save(content | dict(data=dict(name="mine")), tmp_path / "nothing.pt")
+    save_model(tmp_path / "few.pt", tiny_shaq("shaq"))
     for argv, words in ((["--split=test"], "mine has no test split"), (["--dataset=short"], "short has too short a val split"),
                         (["--context=16"], f"--context=16: expected less than the 16 tokens that {files[0]} can see"),
-                        (["--ckpt", files[0], f"{tmp_path}/tokens.pt"], "tokens.pt reads gpt2 tokens, mine holds byte"),
+                        (["--ckpt", f"{tmp_path}/tokens.pt", files[0]], "tokens.pt reads 256 gpt2 tokens, mine holds 256 byte tokens"),
+                        (["--ckpt", files[0], f"{tmp_path}/tokens.pt"], "tokens.pt reads 256 gpt2 tokens, mine holds 256 byte tokens"),
+                        (["--ckpt", f"{tmp_path}/few.pt"], "few.pt reads 11 byte tokens"), (["--ckpt", f"{tmp_path}/nothing.pt"], "no checkpoint of these"),
                         (["--ckpt", f"{tmp_path}/none.pt"], "none.pt does not exist"), (["--dataset=min"], "'min' is not prepared")):
         fails(capsys, lambda: bench.main(["loss", f"--data_dir={tmp_path}", f"--out={tmp_path}/none.jsonl", *CPU,
                                           *(argv if "--ckpt" in argv else ["--ckpt", files[0], *argv])]), words)
+    monkeypatch.chdir(tmp_path)
+    fails(capsys, lambda: bench.main(["loss", *CPU]), "out/gpt/ckpt.pt does not exist")
 
 
 def test_bench_eval_log_likelihoods_are_those_computed_by_hand(capsys, monkeypatch):
