@@ -2683,7 +2683,7 @@ def test_train_length_and_intervals_hang_on_the_model_and_the_text(train, data_d
 def test_train_on_gpt2_tokens_pads_the_vocabulary_and_prints_none_of_the_padding(train, toy, tmp_path, monkeypatch):
     pd.prepare(str(tmp_path / "x"), "x", "gpt2", b"some text " * 99, "")
     asked = []
-    monkeypatch.setattr(GPT, "generate", lambda *a, generator: asked.append((*a, generator)) or torch.tensor([[97, 50303, 98]]))
+    monkeypatch.setattr(GPT, "generate", lambda *a, generator, report: asked.append((*a, generator)) or torch.tensor([[97, 50303, 98]]))
     status, out, err, log = train("--dataset=x", f"--data_dir={tmp_path}", "--max_steps=0")
     assert status == 0 and log[0]["config"]["vocab_size"] == 50304 and "sample:ab\n" in out and " nats per token, " in out
     assert (asked[0][1].tolist(), *asked[0][2:5], asked[0][5].initial_seed()) == ([[10]], 4 * 32, 0.8, 50, 1)
@@ -3023,6 +3023,17 @@ def test_sample_without_flags_is_what_help_says(tmp_path, monkeypatch, capsys):
     (idx, *given), more = asked.call_args
     assert idx.tolist() == [[10]] and given == [500, 0.8, 50] and more["generator"].initial_seed() == 0
     assert capsys.readouterr().out == "hi\n"  # the first id that stands for no byte is left out
+
+
+@pytest.mark.parametrize("kind", ["gpt", "shaq", "mean_mem"])
+def test_sample_shows_its_progress(kind, monkeypatch):
+    model = make(vocab_size=256) if kind == "gpt" else tiny_shaq(kind, vocab_size=256)
+    plain, shown = model.generate(torch.tensor([[104, 105]]), 23, 0.8, 50, generator=torch.Generator().manual_seed(5)), []
+    monkeypatch.setattr(pd, "progress", lambda done, total, *a, after, **kw: shown.append((done, total, after)))
+    monkeypatch.setattr(pd, "end_progress", lambda: shown.append("end"))
+    text = model_py.sample_text(model, "byte", "hi", 23, seed=5)
+    assert text == pd.decode("byte", (plain if isinstance(plain, torch.Tensor) else plain[0])[0].tolist())
+    assert shown == [*((i, 23, 3) for i in range(23)), "end"]  # none in the first seconds
 
 
 def test_sample_bad_input_is_one_line(run_here, tmp_path, monkeypatch):
