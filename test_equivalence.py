@@ -2940,7 +2940,7 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     os.rename(f"{path}.old", path)
     files = [good[:-9], good[:1000], bytes(flip), b"", b"hello" * 99]
     for what in (dict(a=1), [1, 2], torch.zeros(3), dict(kind="GPT"), dict(kind="GPT", config=dict(n_embd=8), model={}),
-                 dict(kind="GPT", config=None, model=None), dict(kind="GPT", config={}, model={}, data={})):
+                 dict(kind="GPT", config=None, model=None), dict(kind="GPT", config={}, model={}, data=dict(name="", tokenizer=""))):
         torch.save(what, path)
         files.append(path.read_bytes())
     for content in files:
@@ -4344,7 +4344,7 @@ def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch
         assert "best.pt" not in ended(train_shaq_here("--max_steps=0", out="remote"))[1]
     one_line(train_shaq_here("--resume", "--stage2=x"), "--stage2 starts a new run and --resume continues one")
     one_line(train_shaq_here("--stage2="), "does not exist")
-    torch.save(dict(kind="GPT", config={}, model={}, data={}), tmp_path / "gpt.pt")
+    torch.save(dict(kind="GPT", config={}, model={}, data=dict(name="", tokenizer="")), tmp_path / "gpt.pt")
     one_line(train_shaq_here(f"--stage2={tmp_path / 'gpt.pt'}"), "gpt.pt is a checkpoint of train_gpt.py", "another\n")
 
 
