@@ -4674,8 +4674,8 @@ def test_train_steps_are_replayed_only_where_a_graph_can_hold_them():
 def test_gpu_hadamard_rounds_once(d, n_head, heads_only):
     H = layer_matrix(d, n_head, heads_only)
     for N in (1, 132, 1000):
-        x, dy = (torch.randn(N, d, device=GPU).bfloat16() for _ in range(2))
-        leaf = [x.requires_grad_(), *(torch.randn(d, device=GPU, requires_grad=True) for _ in range(2))]
+        x, dy = (torch.randn(N, d).bfloat16().to(GPU) for _ in range(2))  # drawn on the CPU, or a GPU that does nothing would pass
+        leaf = [x.requires_grad_(), *(torch.randn(d).to(GPU).requires_grad_() for _ in range(2))]
         y = hadamard_affine(*leaf, n_head, heads_only)
         dx, dalpha, dbeta = (t.cpu() for t in torch.autograd.grad(y, leaf, dy))
         x, alpha, beta, dy = (t.detach().cpu().double() for t in (*leaf, dy))
