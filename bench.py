@@ -1104,11 +1104,7 @@ def bench_decode(args):
             peak[out] = p.mib() and p.mib() + (0 if out == "dense" else cached / 2**20)  # dense's peak includes the cache
             first[out], eager[out] = prompt, steps
             if args.gpu:
-                torch.backends.cuda.enable_cudnn_sdp(True)  # a graph plans only once
-                try:
-                    graph[out] = replay(steps, m)
-                finally:  # out of memory, the next case goes on
-                    torch.backends.cuda.enable_cudnn_sdp(False)
+                graph[out] = replay(steps, m)
         t_first = timed(first, m, args.runs, least=0.0)
         kv = cached * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
         for mode, work in [("eager", eager)] + [("graph", graph)] * args.gpu:
@@ -1134,8 +1130,6 @@ def bench_decode(args):
 def generate_rows(args, m, copy):
     "Time SHAQ's greedy generate() per byte, with a full memory of 5,000 bytes; on a CPU 256 wide, after 512 bytes"
     n = 5000 if args.gpu else 512
-    # makes PyTorch lay an LSTM's weights side by side in bf16, too: else cuDNN would copy them at every call
-    torch.backends.cudnn.CUDNN_TENSOR_DTYPES.add(torch.bfloat16)
     work, models = {}, {}
     for preset in args.presets:
         torch.manual_seed(0)

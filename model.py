@@ -360,12 +360,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """All initialisation, in one place: GPT-2's, or with init=torch each module's own. A parameter that no line below names is an error."""
-        if self.config.init == "torch":
-            for part in self.modules():
-                if hasattr(part, "reset_parameters"):
-                    part.reset_parameters()
-            return
+        "GPT-2's initialisation, all in one place. A parameter that no line below names is an error."
         # 2L branches add to the residual stream, so each starts smaller; but a branch without W_O or alpha (dva, attn_out=none) does not
         branch = (2 * self.config.n_layer) ** -0.5
         for name, p in self.named_parameters():
@@ -477,38 +472,19 @@ class GPT(nn.Module):
         PyTorch's FlopCounterMode finds less: it does not see the T x T products of blocked_attention."""
         c, T = self.config, T or self.config.block_size
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
-        head = c.vocab_size * c.n_embd if self.tied() else 0
+        head = c.vocab_size * c.n_embd if c.tie_weights else 0
         return 6 * (weights + head) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
-
-    def tied(self):
-        "Whether the head is the token embedding; a module that replaced either of them may have no weight"
-        return getattr(self.lm_head, "weight", 0) is getattr(self.wte, "weight", None)
 
     def angles(self, device=None, dtype=torch.float32):
         return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device, dtype)
 
     def _apply(self, fn, recurse=True):
-        "Called by .to() and its kin: a cast must not round the angles, and to_empty() must neither lose them nor untie the head"
-        tied, cos = self.tied(), getattr(self, "cos", None)
+        "Called by .to() and its kin: a cast must not round the angles"
+        cos = getattr(self, "cos", None)
         super()._apply(fn, recurse)
         if cos is not None and self.cos is not cos:
             self.cos, self.sin = self.angles(self.cos.device, self.cos.dtype)
-        if tied:
-            self.lm_head.weight = self.wte.weight
         return self
-
-    def _load_from_state_dict(self, state_dict, prefix, metadata, *args):
-        """What load_state_dict calls for each module: with assign=True a tied head stays tied, and a model made on the meta device gets its
-        angles. Some files hold the tied two once, under either name."""
-        names = prefix + "wte.weight", prefix + "lm_head.weight"
-        w, *other = [state_dict[n] for n in names if n in state_dict] or [None]
-        if self.tied() and other and not w.is_meta and not (w.shape == other[0].shape and torch.equal(w, other[0].to(w.device))):
-            args[-1].append("wte.weight and lm_head.weight differ: make the model with tie_weights=False")
-        if self.tied() and w is not None:  # one Parameter, or each child would make its own
-            state_dict |= dict.fromkeys(names, w if isinstance(w, nn.Parameter) else nn.Parameter(w, requires_grad=False))
-        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
-        if w is not None and metadata.get("assign_to_params_buffers") and self.config.pos == "rope" and self.cos.is_meta:
-            self.cos, self.sin = self.angles(w.device, w.dtype)
 
 
 @torch.no_grad()
@@ -521,12 +497,8 @@ def fold_hadamard(model):
     if c.attn_out != "hadamard" or hadamard_heads(c) != c.n_head:
         raise ValueError(f"fold_hadamard takes attn_out='hadamard' with a head count and head width that are Hadamard orders; got "
                          f"attn_out={c.attn_out!r}, {c.n_head} heads of {c.n_embd // c.n_head}")
-    held = {name for block in model.h for name, _ in block.attn.c_attn.named_parameters()}
-    if held not in ({"weight"}, {"weight", "bias"}):
-        raise ValueError(f"fold_hadamard: c_attn holds {', '.join(sorted(held)) or 'no parameters'}, expected weight and bias: merge first what "
-                         "was put on it, or fold before")
     folded = copy.deepcopy(getattr(model, "_orig_mod", model))  # within torch.compile()'s wrapper
-    folded.config = replace(c, attn_out="head_hadamard", tie_weights=model.tied())
+    folded.config = replace(c, attn_out="head_hadamard")
     d_h = c.n_embd // c.n_head
     H = hadamard_matrix(d_h, torch.float64, "cpu") * d_h ** -0.5  # on the CPU, as Apple's GPUs have no fp64
     for attn in {block.attn for block in folded.h}:  # once each: blocks may share it

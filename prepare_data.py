@@ -553,18 +553,12 @@ class Dataset:
 NAME = r"\w[\w.-]*"
 
 
-def own_text(path):
-    """'--input PATH --name STEM' if path is a file, else ''."""
-    stem = re.sub(r"^\W+|[^\w.-]", "", pathlib.Path(path).stem) or "text"
-    return f"--input {quote(path)} --name {'my_' * (stem.lower() in map(str.lower, DATASETS))}{stem}" if os.path.isfile(path) else ""
-
-
 def load_dataset(name, data_dir="data"):
     """Open DATA_DIR/NAME -> Dataset. If it is not there, pysource is prepared; for any other, die with the command to type."""
     folder = os.path.join(data_dir, name)
     place = "" if data_dir == "data" else f" --data_dir={quote(data_dir)}"
     own = f"--input FILE... --name {name if re.fullmatch(NAME, name) else 'NAME'}"
-    hint = f"python prepare_data.py {name if name in DATASETS else own_text(name) or own}{place}"
+    hint = f"python prepare_data.py {name if name in DATASETS else own}{place}"
     path = os.path.join(folder, "meta.json")
     if name == "pysource" and not os.path.isfile(path):
         with alone(folder):
@@ -842,8 +836,6 @@ def main(argv=None):
 
     dataset = "pysource" if args.dataset is None else args.dataset
     name = args.name or dataset
-    if dataset not in DATASETS and (own := own_text(dataset)):
-        die(f"{dataset} is no data set's name but a file: type python prepare_data.py {own}")
     if dataset not in DATASETS:
         die(f"unknown data set {dataset!r}{nearest(dataset, DATASETS)} (known: {', '.join(DATASETS)}, --input FILE...)")
     if bool(args.input) != bool(args.name) or args.dataset and args.input:
