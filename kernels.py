@@ -629,7 +629,7 @@ if triton is not None:
 
     @triton.jit
     def _dots(t, signs, K: tl.constexpr, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr, EXACT: tl.constexpr):
-        "A tuple of M * P tiles (512,), in 16 bits or fp32, in IN's order, times H: in fp32, in OUT's order. BACK: from OUT's order to IN's"
+        "A tuple of M * P tiles (512,), in 16 bits or fp32, in IN's order, times H: in fp32, in OUT's order. BACK, if R = 1: from OUT's to IN's"
         WIDE: tl.constexpr = t[0].dtype == tl.float32
         T: tl.constexpr = tl.bfloat16 if WIDE else t[0].dtype
         LEFT: tl.constexpr = M * M + 1 if BACK else 0      # the first matrix
@@ -642,8 +642,8 @@ if triton is not None:
             y = tl.reshape(t[i], (2, 2, 2, 2, 2, 2, 2, 2, 2))
             if R == 1:                                     # l2 n2 n1 n0 l1 l0 c s a, back n2 l2 l1 l0 n1 n0 c s a
                 y = tl.permute(y, (0, 4, 5, 6, 7, 8, 1, 2, 3) if BACK else (0, 4, 5, 8, 7, 6, 1, 2, 3))
-            else:                                          # s l2 n2 n1 n0 l1 l0 c a, back s n2 l2 l1 l0 n1 n0 c a
-                y = tl.permute(y, (1, 5, 6, 7, 0, 8, 2, 3, 4) if BACK else (1, 5, 6, 8, 0, 7, 2, 3, 4))
+            else:                                          # s l2 n2 n1 n0 l1 l0 c a
+                y = tl.permute(y, (1, 5, 6, 8, 0, 7, 2, 3, 4))
             y = tl.reshape(y, (16, 32))
             if WIDE:
                 h, l = _halves(y, EXACT)
@@ -673,7 +673,7 @@ if triton is not None:
                 y = tl.permute(y, (7, 1, 2, 3, 5, 6, 0, 8, 4) if BACK else (7, 1, 2, 3, 5, 6, 4, 8, 0))
             else:
                 y = tl.reshape(y, (2, 2, 2, 2, 2, 2, 2, 2, 2))
-                y = tl.permute(y, (0, 8, 2, 3, 4, 6, 7, 1, 5) if BACK else (0, 8, 2, 3, 4, 6, 7, 5, 1))
+                y = tl.permute(y, (0, 8, 2, 3, 4, 6, 7, 5, 1))
             n = n + (tl.reshape(y, (512,)),)
         return n if BACK else _levels(n, M * P, 1, P)
 
@@ -870,46 +870,38 @@ if triton is not None:
     def _hadamard_dot_grads_kernel(x, dy, dx, alpha, dalpha, dbeta, signs, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
                                    R: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, MS: tl.constexpr, PS: tl.constexpr, K: tl.constexpr,
                                    EXACT: tl.constexpr):
-        """All three gradients, as above, on tensor cores. Every program writes the bits of the same matrices to signs, (2 M^2 + 2, 256),
-        and reads them back, by then from its cache: registers have no room for them, and making them anew takes longer."""
-        at, to, channel = _spread(IN, R, True), _spread(OUT, R, True), _spread(OUT, R, False)
+        """All three gradients, as above, on tensor cores, a row (R = 1) at a time. Every program writes the bits of the same matrices to signs,
+        (2 M^2 + 2, 256), and reads them back, by then from its cache: registers have no room for them, and making them anew takes longer."""
+        at, to = _spread(IN, R, True), _spread(OUT, R, True)
         first: tl.constexpr = 0x3C00 if x.dtype.element_ty == tl.float16 else 0x3F80
         for i in tl.static_range(2 * M * M + 2):
             tl.store(signs + i * 256 + tl.arange(0, 256), _sign_bits(K, i, M, first if i < M * M else 0x3F80))
         tl.debug_barrier()
-        da = (tl.zeros((512 // R,), tl.float32),) * (M * P)
+        da = (tl.zeros((512,), tl.float32),) * (M * P)
         db = da
-        for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
-            row = block * tl.full((), R, tl.int64)
+        for r in tl.range(tl.program_id(0), N, tl.num_programs(0), num_stages=1):
+            row = r * tl.full((), 1, tl.int64)
             xs, gs = _load_pieces(x, row, at, N, D, M, P, R, MS, PS), _load_pieces(dy, row, to, N, D, M, P, R, MS, PS)
             u = _dots(xs, signs, K, M, P, R, False, EXACT)
             na, nb = (), ()
             for i in tl.static_range(M * P):
                 g = gs[i].to(tl.float32)
-                if R == 2:
-                    u0, u1 = tl.split(tl.permute(tl.reshape(u[i], (2, 256)), (1, 0)))
-                    g0, g1 = tl.split(tl.permute(tl.reshape(g, (2, 256)), (1, 0)))
-                    na, nb = na + (da[i] + g0 * u0 + g1 * u1,), nb + (db[i] + g0 + g1,)
-                else:
-                    na, nb = na + (da[i] + g * u[i],), nb + (db[i] + g,)
+                na, nb = na + (da[i] + g * u[i],), nb + (db[i] + g,)
             da = na
             db = nb
             if P > 2:  # keeps alpha's loads below, as earlier ones make more spill
                 tl.debug_barrier()
             t = ()
             for i in tl.static_range(M * P):
-                weight = tl.load(alpha + (i // P * MS + i % P * PS) + channel).to(tl.float32) * scale
+                weight = tl.load(alpha + (i // P * MS + i % P * PS) + to).to(tl.float32) * scale
                 t = t + (gs[i].to(tl.float32) * weight,)
             t = _dots(t, signs, K, M, P, R, True, EXACT)
-            ok = at < tl.minimum(N - row, R).to(tl.int32) * D
             for i in tl.static_range(M * P):
-                tl.store(dx + row * D + (i // P * MS + i % P * PS) + at, t[i].to(dx.dtype.element_ty), mask=ok)
-        if R == 2:
-            channel, _ = tl.split(tl.permute(tl.reshape(channel, (2, 256)), (1, 0)))
-        channel = tl.program_id(0).to(tl.int64) * D + channel
+                tl.store(dx + row * D + (i // P * MS + i % P * PS) + at, t[i].to(dx.dtype.element_ty))
+        to += tl.program_id(0).to(tl.int64) * D
         for i in tl.static_range(M * P):
-            tl.store(dalpha + (i // P * MS + i % P * PS) + channel, da[i] * scale)
-            tl.store(dbeta + (i // P * MS + i % P * PS) + channel, db[i])
+            tl.store(dalpha + (i // P * MS + i % P * PS) + to, da[i] * scale)
+            tl.store(dbeta + (i // P * MS + i % P * PS) + to, db[i])
 
 
 # Up to this many rows (an H200 has as many multiprocessors) each row gets a program of its own. A warp then runs half as many instructions
@@ -987,7 +979,8 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
 @lru_cache(256)
 def _dot_plan(d, n_head, kind="forward"):
     """-> constexprs of the kernels on tensor cores. None unless m is 1, 12 or 20, and a tile's nine bits are found in one row or two, of at
-    most 128 numbers a thread. All gradients at once (kind "backward") hold five sets in registers: at most 64 numbers, and m up to 12"""
+    most 128 numbers a thread. For all gradients at once (kind "backward"), which hold five sets in registers, at most 64 numbers, and m up to
+    12; up to d = 1024 butterflies take one kernel, too, which copies the next rows meanwhile: 112 us for d = 768 on an H200"""
     d, n_head = operator.index(d), operator.index(n_head)
     (mh, ch), (mi, ci) = _split_order(n_head), _split_order(d // n_head)
     m, A, C = max(mh, mi), *((ch, ci) if mi > 1 else (1, ch * ci))  # H_A (x) H_m (x) H_C
@@ -998,7 +991,7 @@ def _dot_plan(d, n_head, kind="forward"):
         M, MS, of_m = m // 4, 4 * C, [C, 2 * C]
     R = 1 + (len(bits) == 6)
     most, m_most = (2048, 12) if kind == "backward" else (4096, 20)
-    if triton is None or len(bits) < 6 or C < 8 or min(mh, mi) > 1 or m > m_most or R * d > most:
+    if triton is None or len(bits) < 6 or C < 8 or min(mh, mi) > 1 or m > m_most or R * d > most or kind == "backward" and d <= 1024:
         return None
     if R == 1:
         (a, s, c), l, n, tiles = bits[:3], sorted([*of_m, bits[3]]), bits[4:7], bits[7:]
@@ -1085,12 +1078,12 @@ def _multiprocessors(device):  # the interpreter has as many as an H200
 def _programs(N, plan, warps, device, kind):
     """How many programs to launch of a kernel that sums over rows: as many as run at once, since more would run later, alone. A
     multiprocessor has registers for 8 warps of 255 a thread, 12 of 168 or 16 of 128. Which of these a kernel takes follows from how many
-    numbers of one tensor a thread holds, by its compiled code: above `most` 255"""
-    numbers = (512 if "K" in plan else plan["R"] * plan["W"]) * plan["M"] * plan["P"] // (32 * warps)
+    numbers of one tensor a thread holds, by its compiled code (Triton 3.9): above `most` 255"""
+    numbers = plan["R"] * plan.get("W", 512) * plan["M"] * plan["P"] // (32 * warps)
     most = 32 if kind == "backward" or kind == "grads" and plan["INNER"] else 48 if kind == "grads" else 0
     if kind == "norm backward" and not plan["INNER"]:
         most = 16 if plan["W"] > 64 else 12  # 16 heads of 64 take 188 registers
-    if "K" in plan and (_capability(device) == (8, 0) or _capability(device)[0] == 12):  # there 32 take up to 188 registers, elsewhere 168
+    elif kind != "norm backward" and _capability(device)[0] >= 10:  # Blackwell: 32 take up to 255
         most = 16
     held = 8 if numbers > most else 16 if kind == "grads" and plan["INNER"] and warps == 1 else 12  # several warps a row: up to 168
     return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, held // warps))
