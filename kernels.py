@@ -1393,8 +1393,8 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     each gradient has its tensor's dtype. Returns x's shape and dtype. Wrong shapes and an n_head that does not divide d are ValueErrors.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d. For most sizes that is the same matrix; for all, the inner factor H_(d/h) can be
     folded into the value projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
-    On tensor cores (16-bit rows of most widths from 256 to 4096) alpha's gradient takes x @ H to 16 binary digits, an error of some 5e-6, and
-    a row with an infinite number, or a sum beyond fp32's range, comes out all NaN.
+    On tensor cores (16-bit rows of most widths from 256 to 4096) a row with an infinite number, or a sum beyond fp32's range, comes out all
+    NaN; at 1536 and 2048 alpha's gradient takes x @ H to 16 binary digits, an error of some 5e-6.
     """
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)
