@@ -934,7 +934,8 @@ class SHAQConfig:
             (self.n_head >= 1 and self.n_embd % self.n_head == 0,
              f"n_embd={self.n_embd} does not divide into n_head={self.n_head} heads"),
             (all(isinstance(i, int) and 1 <= i <= self.n_layer for i in self.attn_layers),
-             f"attn_layers={self.attn_layers}: expected block numbers from 1 to n_layer={self.n_layer}, such as --attn_layers={self.n_layer}"),
+             f"attn_layers={self.attn_layers}: expected block numbers from 1 to n_layer={self.n_layer}, such as "
+             f"--attn_layers={self.n_layer}, or () (--attn_layers=none)"),
             (self.mem_len >= 0, f"mem_len={self.mem_len}: expected 0 or more positions"),
             (self.memory != "mean" or self.mem_len > self.mean_window,
              f"memory=mean: expected mem_len={self.mem_len} above mean_window={self.mean_window}, which is --bptt in train_shaq.py"),

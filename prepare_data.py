@@ -579,7 +579,7 @@ def load_dataset(name, data_dir="data"):
         splits = {s: Tokens([os.path.join(folder, n) for n in names], meta["vocab_size"], hint)
                   for s, names in meta["files"].items()}
         counts = {s: len(t) for s, t in splits.items()}
-        if counts != meta["tokens"] or meta["vocab_size"] != VOCAB_SIZE[meta["tokenizer"]] or not meta["bytes"]["val"] > 0:
+        if counts != meta["tokens"] or meta["vocab_size"] != VOCAB_SIZE[meta["tokenizer"]] or not min(meta["bytes"][s] for s in splits) > 0:
             raise ValueError
         return Dataset(name, meta["tokenizer"], meta["vocab_size"], meta["bytes"]["val"] / len(splits["val"]),
                        splits["train"], splits["val"], splits.get("test"), meta)

@@ -4917,10 +4917,11 @@ def test_data_own_text_splits_and_drops_the_byte_order_mark(tmp_path, capsys, mo
     shutil.copy(tmp_path / "d/mine/train.bin", tmp_path / "d/mine/val.bin")
     fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path / "d")), "does not describe")
     meta = json.loads((tmp_path / "d/mine/meta.json").read_text())
-    no_text = json.dumps(meta | dict(tokens=dict(train=len(d.train), val=len(d.train)), bytes=dict(val=0)))  # as of separators alone
+    no_text = json.dumps(meta | dict(tokens=dict(train=len(d.train), val=len(d.train)), bytes=dict(train=1, val=0)))  # as of separators alone
+    no_bytes = json.dumps(meta | dict(tokens=dict(train=len(d.train), val=len(d.train)), bytes=dict(val=1)))
     no_val = json.dumps(meta | dict(files=dict(train=["train.bin"], val=[]), tokens=dict(train=len(d.train), val=0)))
     other = json.dumps(meta | dict(tokens=dict(train=len(d.train), val=len(d.train)), vocab_size=50257))
-    for damage in ("[1]", "[" * 10**5, no_text, no_val, other):
+    for damage in ("[1]", "[" * 10**5, no_text, no_bytes, no_val, other):
         (tmp_path / "d/mine/meta.json").write_text(damage)
         fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path / "d")), "does not describe")
     fails(capsys, lambda: pd.load_dataset("enwiki", str(tmp_path / "d")), "not prepared", "did you mean enwik8?", "--name enwiki")
