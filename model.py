@@ -503,7 +503,10 @@ def fold_hadamard(model):
     H = hadamard_matrix(d_h, torch.float64, "cpu") * d_h ** -0.5  # on the CPU, as Apple's GPUs have no fp64
     for attn in {block.attn for block in folded.h}:  # once each: blocks may share it
         attn.attn_out, attn.one_pass = "head_hadamard", hadamard_norm_is_fused(c.n_embd, c.n_head, True)
-        for p in attn.c_attn.parameters():  # weight (3d, d) and bias (3d,); the last d rows are V's
+        parts = dict(attn.c_attn.named_parameters())
+        if not {"weight"} <= set(parts) <= {"weight", "bias"}:  # weight_norm, LoRA, int8: another W_V than it seems
+            raise ValueError(f"fold_hadamard multiplies c_attn's weight and bias, and one has {sorted(parts)}: turn it into an nn.Linear first")
+        for p in parts.values():  # weight (3d, d) and bias (3d,); the last d rows are V's
             v = p[2 * c.n_embd:]
             # rows of a Linear's weight are its outputs: it holds W_V^T, and (W_V H)^T = H W_V^T, as H is symmetric
             v.copy_((H @ v.cpu().double().view(c.n_head, d_h, -1)).view_as(v))

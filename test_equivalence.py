@@ -640,6 +640,10 @@ def test_operators_refuse_forward_mode_and_torch_func_as_readme_says():
     for f in others:
         with pytest.raises(RuntimeError, match=no_vmap):
             torch.func.vmap(f)(many)
+    loss = lambda x: model_py.HeadLoss.apply(x, x, torch.arange(3), False)
+    for transform in (lambda: torch.func.grad(loss)(x), lambda: torch.func.vmap(loss)(many), lambda: torch.func.jvp(loss, (x,), (x,))):
+        with pytest.raises(RuntimeError, match=no_grad):
+            transform()
     for f in (*hadamard, one):
         torch.testing.assert_close(torch.func.vmap(f)(many), torch.stack([*map(f, many)]))
     assert torch.func.grad(lambda x: one(x).sum())(x).shape == x.shape
@@ -1292,6 +1296,10 @@ def test_gpt_fold_hadamard_keeps_dtypes_mode_and_what_was_put_there_later():
     assert not any(p.requires_grad for p in fold_hadamard(m.requires_grad_(False)).parameters())
     m.lm_head = nn.Sequential(m.lm_head, nn.Tanh())  # as many parameters as before
     assert error(fold_hadamard(m)(idx), m(idx)) < 0.05  # what was put there later is not lost
+    for other in (nn.utils.parametrizations.weight_norm, lambda linear: nn.Sequential(linear)):  # what it would fold wrongly, in silence
+        n = copy.deepcopy(m)
+        n.h[-1].attn.c_attn = other(n.h[-1].attn.c_attn)
+        refuses(lambda: fold_hadamard(n), "turn it into an nn.Linear first")
 
 
 # -----------------------------------------------------------------------------
