@@ -399,13 +399,14 @@ def settings(kind, text, what):
 
 class Trainer:
     """Trains one variant with one seed, a step at a time, as train_gpt.py or train_shaq.py would (recipe, data order, dropout), without
-    checkpoints. given: another model's parameters; those that both models have start from them."""
+    checkpoints, in m's precision even where a recipe names one. given: another model's parameters; those that both have start from them."""
 
     def __init__(self, kind, typed, data, m, seed, given=None, compiled=False):
         self.kind, self.data, self.m, self.seed, self.tokens = kind, data, m, seed, []  # tokens: of each step that was taken
         self.peak = Peak(m)
         self.s, c = SCRIPT[kind].settle(typed | dict(seed=seed, compile=compiled), {}, m)
         s = self.s
+        s["dtype"] = str(m.dtype).removeprefix("torch.")
         self.model, self.optimizer = model, optimizer = SCRIPT[kind].build(s, c, data, m)
         if given:
             share(model, given)
@@ -1620,7 +1621,8 @@ def records(folder, what):
 @command(lambda gpu: (
     ("records", dict(default="out/bench", help="folder of the JSONL files")),
     ("assets", dict(default="out/bench", help="folder for the figures (README's lie in assets)")),
-    ("logs", dict(nargs="+", metavar="FILE", help="log.jsonl files of the training scripts instead: bits per byte against training time")),
+    ("logs", dict(nargs="+", action="extend", metavar="FILE",
+                  help="log.jsonl files of the training scripts instead: bits per byte against training time")),
     ("format", dict(choices=["png", "svg"], default="png", help="of the figures' files"))))
 def bench_plot(args):
     """The papers' figures from out/bench/*.jsonl: loss against steps, FLOPs and time; loss against compute with fits, and relative to
@@ -1672,10 +1674,12 @@ def read_logs(paths):
             rows.append(dict(name=name, made=made, hardware=", then ".join(dict.fromkeys(machines)), run="", curve=curve))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             die(f"{path} is no log.jsonl of train_gpt.py or train_shaq.py, or holds no evaluation yet")
-    for row in rows:  # runs of one name: add the settings that differ
-        others = [other["made"] for other in rows if other["name"] == row["name"]]
-        unlike = [f"{k}={v}" for k, v in row["made"].items() if any(o.get(k) != v for o in others)]
-        row["title"] = ", ".join([row["name"]] + ([u for u in unlike if u.startswith("size=")] or unlike))
+    for row in rows:  # runs of one name: add the size if that differs, and what else does in runs of one size
+        size, others = row["made"].get("size"), [other["made"] for other in rows if other["name"] == row["name"]]
+        alike = [o for o in others if o.get("size") == size]
+        unlike = [f"size={size}"] * (len(alike) < len(others))
+        unlike += [f"{k}={v}" for k, v in row["made"].items() if any(o.get(k) != v for o in alike)]
+        row["title"] = ", ".join([row["name"], *unlike])
     return rows
 
 

@@ -183,7 +183,8 @@ class Parser(argparse.ArgumentParser):
                     self.error(f"unknown flag {flag}{nearest(flag, flags.values())}")
                 if equals and self._option_string_actions[flags[flag.replace("-", "_")]].nargs == 0:
                     self.error(f"{flag} takes no value, got {value!r}")
-                value = os.path.expanduser(value) if value.startswith("~/") else value  # shells keep ~ in --out_dir=~/x: a folder ~ is a trap
+                if value.startswith("~/") and flag != "--prompt":  # shells keep ~ in --out_dir=~/x: a folder ~ is a trap
+                    value = os.path.expanduser(value)
                 args[i] = flags[flag.replace("-", "_")] + equals + value
         return super().parse_known_args(args, namespace)
 

@@ -4229,12 +4229,12 @@ def test_train_stopped_in_an_evaluation_repeats_it_on_resume(either, tmp_path, m
 
 
 def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
-    "Three bytes a token, in the test split five, a card of 1 GFLOP/s, a second a step and 50 an evaluation; no seed of dropout comes twice"
+    "Three bytes a token, in the test split five, in training's seven, a card of 1 GFLOP/s, a second a step and 50 an evaluation; no seed of dropout comes twice"
     script, run = either
     gpt, data, seeds, asked, bars = script is train_gpt, tmp_path / "data/three", [], [], []
     pd.prepare(str(data), "three", "byte", random_words(900), "", percent=(80, 90))
     meta = json.loads((data / "meta.json").read_text())
-    more = {split: n * meta["tokens"][split] for split, n in (("val", 3), ("test", 5))}
+    more = {split: n * meta["tokens"][split] for split, n in (("train", 7), ("val", 3), ("test", 5))}
     (data / "meta.json").write_text(json.dumps(meta | dict(bytes=meta["bytes"] | more)))
     monkeypatch.setattr(script, "peak_flops", lambda m: (1e9, "here"))
     # the other processes wait here for what only the first one can fail at: its log
@@ -4258,7 +4258,7 @@ def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
         n = 256 if gpt else 2 * train_shaq.window_length(2, i, 20)
         assert (r["step"], r["ms"], r["tokens_per_s"]) == (i, 1e3, n) and r["mfu"] * 1e9 == pytest.approx(n * flops)
         assert gpt or r["tokens"] == n and r["minutes"] == pytest.approx(i / 60)
-        bpc = "" if gpt else f"  bpc {r['loss'] / math.log(2) / 3:.3f}"
+        bpc = "" if gpt else f"  bpc {r['loss'] / math.log(2) / 7:.3f}"
         assert (f"  loss {r['loss']:.4f}{bpc}  lr {r['lr']:.2e}  norm {r['norm']:.2f}  1000 ms  {n} tokens/s  MFU {r['mfu']:.1%}  "
                 f"{pd.duration(r['seconds_left'])} left\n") in said
     for r in log:
@@ -4276,6 +4276,18 @@ def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
     first, *log = run("--min_lr=0.004", "--attn_out=head_hadamard", out="other")[3]
     assert first["machine"].endswith("; transform: 32, (2, True)")
     assert [r["lr"] for r in log if "lr" in r] == pytest.approx([lr_at(i, 0.01, 0.004, 2, 6) for i in range(6)])
+
+
+def test_train_bits_per_byte_of_a_part_in_gpt2_tokens_are_about(either, tmp_path, monkeypatch):
+    "As tokens are not equally long everywhere, and how long on average is known of a whole split"
+    script, run = either
+    monkeypatch.setattr(script, "sample_text", lambda *a, **kw: "")
+    pd.prepare(str(tmp_path / "data/part"), "part", "byte", random_words(900), "")
+    for tokenizer, n, about in (("byte", 70, ""), ("gpt2", 70, "about "), ("gpt2", 2**40, "")):
+        meta = json.loads((tmp_path / "data/part/meta.json").read_text())
+        (tmp_path / "data/part/meta.json").write_text(json.dumps(meta | dict(tokenizer=tokenizer, vocab_size=pd.VOCAB_SIZE[tokenizer])))
+        said = ended(run("--dataset=part", f"--data_dir={tmp_path / 'data'}", "--max_steps=0", f"--eval_tokens={n}"))[1]
+        assert re.search(rf", {about}\d+\.\d{{4}} bits per byte", said)
 
 
 def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch):
@@ -4398,6 +4410,7 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
             status, said, _, (first, *log) = train_shaq_here(stage2, out="second")
         length = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2
         assert status == 130 and f"lr {8e-3 / 2:g} constant" in said and first["settings"]["epochs"] == 5
+        assert stage2 == f"--stage2={first['settings']['stage2']}"
         assert "--dtype and --compile stay as on mps" in first["machine"]
         assert (first["settings"]["max_minutes"], first["settings"]["paced"]) == (0.0, False)  # not the first stage's
         assert first["settings"]["eval_interval"] == 250 != best["settings"]["eval_interval"]  # its own default, too
@@ -5362,6 +5375,7 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys, monkeypatch)
     fails(capsys, lambda: parser.parse_args(["--compile=maybe"]), "expected 0 or 1", status=2)
     parser.add_argument("--set", default="", help="name=value,..")
     parser.add_argument("--prompt", default="\n", help="a line break is no default that a reader could see")
+    assert parser.parse_args(["--prompt=~/x"]).prompt == "~/x"  # a text, no path
     said = " ".join(parser.format_help().split())
     assert "(default: dense)" in said and "(default: )" not in said
     monkeypatch.setenv("LOCAL_RANK", "1")  # not the first of a machine: it waits, so that torchrun ends it where that one has said the same
@@ -6773,6 +6787,11 @@ def test_bench_reads_training_logs(tmp_path):
     logs = [tmp_path / name / "log.jsonl" for name in "abcd"]
     assert [r["title"] for r in bench.read_logs(logs[:2] + logs[1:2])] == ["dva", "dense", "dense"]  # alike but for the seed
     assert [r["title"] for r in bench.read_logs(logs[1:])] == ["dense, lr=0.001", "dense, lr=0.002", "dense, lr=0.002, mlp=none"]
+    for name, size, lr in ("eta", "tiny", 1e-3), ("fta", "nano", 1e-3), ("gta", "nano", 2e-3):  # of two sizes, one with two rates
+        (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in [head | dict(settings=dict(size=size, lr=lr)), *lines[1:]]))
+    names = [r["title"] for r in bench.read_logs([tmp_path / name for name in ("eta", "fta", "gta")])]
+    assert names == ["dense, size=tiny", "dense, size=nano, lr=0.001", "dense, size=nano, lr=0.002"]
+    assert bench.parse("plot", ["--logs", "a", "b", "--logs", "c"], False).logs == ["a", "b", "c"]
     for text in ("no JSON\n", "[1]\n", json.dumps(lines[0]) + "\n3\n"):
         (tmp_path / "log.jsonl").write_text(text)
         with pytest.raises(SystemExit):

@@ -339,6 +339,7 @@ def main():
     clock = due = time.perf_counter()  # due: the next save. gpt2_book's 2 GB take as long as 1,000 of its steps on a GPU
     spent, counted = 0.0, 0  # seconds and number of timed steps, evaluation and saving apart
     asked = None if s["paced"] else s["max_steps"]  # None: a resumed run keeps its schedule
+    about = "about " * (data.tokenizer != "byte" and s["eval_tokens"] < len(data.val) - 1)  # as bytes per token are the whole split's
     step = first
     while True:
         last = step >= s["max_steps"]
@@ -350,7 +351,7 @@ def main():
                 diverged(m, path, f"step {step}: validation loss {val}")
             bits = val / np.log(2) / data.bytes_per_token
             say(f"step {step}/{s['max_steps']}  validation: {val:.4f} nats per {data.unit}, perplexity {np.exp(val):.2f}, "
-                f"{bits:.4f} bits per byte")
+                f"{about}{bits:.4f} bits per byte")
             more = {}
             if s["eval_windows"] == "first":  # [2]'s table has both splits; the book draws new training windows each time
                 drawn = np.random.default_rng((s["seed"], step))
