@@ -126,7 +126,7 @@ def _paley(m):
 
 
 def hadamard_matrix(n, dtype=torch.float32, device=None):
-    """Symmetric Hadamard matrix of order n, (n, n), entries +1 and -1: H = H^T, H @ H = n * I.
+    """Symmetric Hadamard matrix of order n, (n, n), entries +1 and -1, of any signed dtype: H = H^T, H @ H = n * I.
 
     H_n = H_m (x) H_(2^k), H_m by Paley's first or second construction over a prime (H_20: over GF(9)), H_(2^k) Sylvester's in natural
     order, so that H_n (x) H_p is again hadamard_matrix(n * p) when p is a power of two. An n that is no such product raises ValueError,

@@ -124,7 +124,7 @@ def rope(x, cos, sin):
         raise ValueError(f"rope: cos and sin are in {cos.dtype}, expected fp32; FSDP needs MixedPrecisionPolicy(cast_forward_inputs=False)")
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     if x.device.type == "cpu" or x.is_cuda and not torch.compiler.is_compiling():  # one pass: on a CPU 5 times faster than four over reals
-        if y.stride(-1) != 1 or any(n % 2 for n in y.stride()[:-1]):  # a pair is no complex number where it lies
+        if y.stride(-1) != 1 or any(n % 2 for n in (y.storage_offset(), *y.stride()[:-1])):  # a pair is no complex number where it lies
             y = y.clone(memory_format=torch.contiguous_format)
         y = torch.view_as_real(torch.view_as_complex(y) * torch.complex(cos, sin))
     else:  # torch.compile makes one pass each of this and its gradient, but cannot with complex numbers or with x_2i and x_2i+1 split apart
@@ -145,7 +145,7 @@ def plain_attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
 class Dropout(nn.Dropout):
     "nn.Dropout, on a CPU 3.5 to 4 times as fast (fp16: 3), as PyTorch's draws for each number by itself"
     def forward(self, x):
-        if not self.training or not 0 < self.p < 1 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        if not self.training or self.inplace or not 0 < self.p < 1 or x.device.type != "cpu" or torch.compiler.is_compiling():
             return super().forward(x)
         return x * keep_mask(x, self.p).mul_(1 / (1 - self.p))
 
@@ -471,9 +471,9 @@ class GPT(nn.Module):
         there were no causal mask, as is customary. A fixed matrix that is no Parameter is not counted: add 4 for each of its entries.
         PyTorch's FlopCounterMode finds less: it does not see the T x T products of blocked_attention."""
         c, T = self.config, T or self.config.block_size
-        weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and not n.startswith(("wte", "wpe")))
-        head = c.vocab_size * c.n_embd if c.tie_weights else 0
-        return 6 * (weights + head) + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
+        every = self.named_parameters(remove_duplicate=False)  # a tied head, and blocks that share weights
+        weights = sum(p.numel() for n, p in every if p.dim() == 2 and not n.startswith(("wte", "wpe")))
+        return 6 * weights + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
 
     def angles(self, device=None, dtype=torch.float32):
         return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device, dtype)
@@ -501,12 +501,14 @@ def fold_hadamard(model):
     folded.config = replace(c, attn_out="head_hadamard")
     d_h = c.n_embd // c.n_head
     H = hadamard_matrix(d_h, torch.float64, "cpu") * d_h ** -0.5  # on the CPU, as Apple's GPUs have no fp64
-    for attn in {block.attn for block in folded.h}:  # once each: blocks may share it
+    done = set()
+    for attn in {block.attn for block in folded.h}:  # once each: blocks may share it, or W_V
         attn.attn_out, attn.one_pass = "head_hadamard", hadamard_norm_is_fused(c.n_embd, c.n_head, True)
         parts = dict(attn.c_attn.named_parameters())
         if not {"weight"} <= set(parts) <= {"weight", "bias"}:  # weight_norm, LoRA, int8: another W_V than it seems
             raise ValueError(f"fold_hadamard multiplies c_attn's weight and bias, and one has {sorted(parts)}: turn it into an nn.Linear first")
-        for p in parts.values():  # weight (3d, d) and bias (3d,); the last d rows are V's
+        for p in set(parts.values()) - done:  # weight (3d, d) and bias (3d,); the last d rows are V's
+            done.add(p)
             v = p[2 * c.n_embd:]
             # rows of a Linear's weight are its outputs: it holds W_V^T, and (W_V H)^T = H W_V^T, as H is symmetric
             v.copy_((H @ v.cpu().double().view(c.n_head, d_h, -1)).view_as(v))
@@ -821,8 +823,8 @@ def evaluating(model):
 
 
 def sample(logits, temperature, top_k, u):
-    """Draw one token per row of logits (B, V) with u (B, 1), uniform in [0, 1) -> (B, 1). top_k: only from the k likeliest and ties with the
-    last of them. In fp64, so that the draw does not depend on a sum's last bits; on the CPU for Apple's GPUs, which have no fp64."""
+    """Draw one token per row of logits (B, V), finite or -inf, with u (B, 1), uniform in [0, 1) -> (B, 1). top_k: only from the k likeliest and
+    ties with the last of them. In fp64, so that the draw does not depend on a sum's last bits; on the CPU for Apple's GPUs, which have none."""
     if not 0 <= temperature < math.inf or (top_k or 0) < 0:
         raise ValueError(f"temperature={temperature}, top_k={top_k}: expected a finite temperature >= 0 and top_k >= 0")
     if temperature == 0:
@@ -1365,7 +1367,8 @@ class SHAQ(nn.Module):
     def flops_per_token(self, T):
         """Matrix-product operations per token, forward and backward, for windows of T and a full memory whose rows get no gradient."""
         cfg = self.config
-        weights = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and "overparam" not in name)
+        every = self.named_parameters(remove_duplicate=False)  # blocks may share weights
+        weights = sum(p.numel() for name, p in every if p.dim() == 2 and "overparam" not in name)
         keys = {"full": max(cfg.mem_len, T), "mean": 1 + cfg.mean_window, "none": T}[cfg.memory]
         new = T if cfg.memory == "full" else keys
         return 6 * weights + (8 * keys + 4 * new) * cfg.n_embd * len(cfg.attn_layers)
@@ -1608,8 +1611,9 @@ class Replayed:
     the second is recorded, and from then on replayed. Each step sets lr, the same for all groups.
 
     batch, state: lists or tuples of tensors, nested in any way, or None. figures: two numbers, overwritten by the next step. on=False: no
-    graphs. A step that changes the shapes of its state is never recorded. Dropout draws what it would without a graph. whole=False: update
-    is a part of a step that adds to the gradients of optimizer's parameters: set these to zero, never to None."""
+    graphs. A step that changes the shapes of its state is never recorded. The state, too, is overwritten by the next step, and its tensors
+    must not change places. Dropout draws what it would without a graph. whole=False: update is a part of a step that adds to the gradients
+    of optimizer's parameters: set these to zero, never to None."""
 
     def __init__(self, update, optimizer, on, whole=True):
         self.update, self.optimizer, self.on, self.whole = update, optimizer, on, whole

@@ -1147,6 +1147,8 @@ def test_gpt_dropout_by_many_draws_at_once_is_dropout(p, dtype):
     assert there.dtype == dtype and ((there == 0) | (there == 1)).all()
     a, b, c = (torch.manual_seed(seed) and model_py.Dropout(p)(x) for seed in (1, 1, 2))
     assert torch.equal(a, b) and torch.equal(a, c) == (p in (0.0, 1.0)) and torch.equal(model_py.Dropout(p).eval()(x), x)
+    z = x.detach().clone()
+    assert model_py.Dropout(p, inplace=True)(z) is z
 
 
 @pytest.mark.parametrize("config", [dict(), dict(norm="rmsnorm"), dict(attn="dva", n_head=1, mlp="none", pos="learned", bias=False),
@@ -1240,6 +1242,9 @@ def test_gpt_flops_per_token_and_breakdown_by_hand():
             == 6 * (2 * (192 + 768) + 80) + 2 * 12 * 3 * 8)
     assert (GPT(GPTConfig(**config, attn="dva", mlp="gelu", pos="learned")).flops_per_token()
             == 6 * (2 * (5 * 64 + 512) + 80) + 2 * 18 * 4 * 8)
+    shared = GPT(GPTConfig(**config))
+    shared.h[1] = shared.h[0]  # fewer parameters, as much work
+    assert shared.flops_per_token() == GPT(GPTConfig(**config, tie_weights=False)).flops_per_token()
     parts = GPT(GPTConfig(**config, pos="learned", tie_weights=False)).param_breakdown()
     assert [parts[k] for k in ("token embedding", "position embedding", "head")] == [10 * 8, 4 * 8, 10 * 8]
 
@@ -1281,6 +1286,8 @@ def test_gpt_fold_hadamard_leaves_logits_equal(config):
     assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
     assert torch.equal(fold_hadamard(torch.compile(m))(idx), y)
     wide.h.append(wide.h[0])  # a block in two places
+    wide.h.append(copy.deepcopy(wide.h[0]))
+    wide.h[-1].attn.c_attn.weight = wide.h[0].attn.c_attn.weight  # W_V in two blocks
     assert error(fold_hadamard(wide)(idx), wide(idx)) < 1e-13
 
 
@@ -1459,7 +1466,8 @@ def test_gpt_sees_no_later_token_and_rope_only_distances():
     angle = 9 * 10000 ** (-torch.arange(4) / 4)
     assert torch.allclose(at(torch.tensor([1.0, 0.0] * 4), 9), torch.stack((angle.cos(), angle.sin()), -1).flatten(), atol=1e-5)
     assert torch.allclose(at(q, 9) @ at(k, 4), at(q, 35) @ at(k, 30), atol=1e-5) and torch.allclose(at(q, 9).norm(), q.norm())
-    for x in (torch.randn(2, 8, 3, 40).permute(0, 3, 2, 1), torch.randn(2, 40, 3, 9)[..., 1:], torch.randn(2, 40, 3, 16)[..., ::2]):
+    for x in (torch.randn(2, 8, 3, 40).permute(0, 3, 2, 1), torch.randn(2, 40, 3, 9)[..., 1:], torch.randn(2, 40, 3, 16)[..., ::2],
+              torch.randn(2, 40, 3, 10)[..., 1:9]):
         assert torch.equal(model_py.rope(x, cos, sin), model_py.rope(x.contiguous(), cos, sin))  # of any strides
     far = torch.arange(100_001, dtype=torch.float64)[:, None, None] * 10000 ** (-torch.arange(4, dtype=torch.float64) / 4)
     for table, exact in zip(model_py.rope_table(100_001, 8), (far.cos(), far.sin())):
@@ -3637,6 +3645,9 @@ def test_shaq_flops_per_token_by_hand():
     assert flops("shaq", memory="none", mem_len=20) == 6 * (4 * 6 * d * d + d * d + 11 * d) + 12 * d * 8
     assert flops("sharnn", mem_len=5, attn_layers=(2, 4)) == 6 * (4 * 12 * d * d + 2 * d * d + 11 * d) + 2 * 12 * d * 8
     assert flops("shaq", attn_layers=()) == 6 * (4 * 6 * d * d + 11 * d)
+    shared = SHAQ(SHAQConfig(**{**TINY, **SHAQ_PRESETS["shaq"]}, attn_layers=()))
+    shared.blocks[1] = shared.blocks[0]  # fewer parameters, as much work
+    assert shared.flops_per_token(8) == flops("shaq", attn_layers=())
     assert flops("mean_mem", mem_len=20, mean_window=6) == 6 * (4 * 12 * d * d + d * d + 11 * d) + 12 * d * 7
 
 
