@@ -124,7 +124,7 @@ def rope(x, cos, sin):
         raise ValueError(f"rope: cos and sin are in {cos.dtype}, expected fp32; FSDP needs MixedPrecisionPolicy(cast_forward_inputs=False)")
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     if x.device.type == "cpu" or x.is_cuda and not torch.compiler.is_compiling():  # one pass: on a CPU 5 times faster than four over reals
-        if y.stride(-1) != 1 or any(n % 2 for n in (y.storage_offset(), *y.stride()[:-1])):  # a pair is no complex number where it lies
+        if y.stride(-1) != 1 or any(n % 2 for n in y.stride()[:-1]):  # a pair is no complex number where it lies
             y = y.clone(memory_format=torch.contiguous_format)
         y = torch.view_as_real(torch.view_as_complex(y) * torch.complex(cos, sin))
     else:  # torch.compile makes one pass each of this and its gradient, but cannot with complex numbers or with x_2i and x_2i+1 split apart

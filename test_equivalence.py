@@ -1466,8 +1466,7 @@ def test_gpt_sees_no_later_token_and_rope_only_distances():
     angle = 9 * 10000 ** (-torch.arange(4) / 4)
     assert torch.allclose(at(torch.tensor([1.0, 0.0] * 4), 9), torch.stack((angle.cos(), angle.sin()), -1).flatten(), atol=1e-5)
     assert torch.allclose(at(q, 9) @ at(k, 4), at(q, 35) @ at(k, 30), atol=1e-5) and torch.allclose(at(q, 9).norm(), q.norm())
-    for x in (torch.randn(2, 8, 3, 40).permute(0, 3, 2, 1), torch.randn(2, 40, 3, 9)[..., 1:], torch.randn(2, 40, 3, 16)[..., ::2],
-              torch.randn(2, 40, 3, 10)[..., 1:9]):
+    for x in (torch.randn(2, 8, 3, 40).permute(0, 3, 2, 1), torch.randn(2, 40, 3, 9)[..., 1:], torch.randn(2, 40, 3, 16)[..., ::2]):
         assert torch.equal(model_py.rope(x, cos, sin), model_py.rope(x.contiguous(), cos, sin))  # of any strides
     far = torch.arange(100_001, dtype=torch.float64)[:, None, None] * 10000 ** (-torch.arange(4, dtype=torch.float64) / 4)
     for table, exact in zip(model_py.rope_table(100_001, 8), (far.cos(), far.sin())):
