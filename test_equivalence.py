@@ -4566,6 +4566,10 @@ def test_train_shaq_flags_reach_the_model(train_shaq_here, tmp_path):
     assert all(t.any() for t in moments)  # grad_clip=0 is no clipping, not no gradient
     assert torch.cat([t.flatten() for t in moments]).norm() > 0.25 * (1 - 0.9 ** 3)  # more than the default lets through
     assert [g["weight_decay"] for g in optimizer["param_groups"]] == [0.1]
+    for preset, flag in (("shaq", "rnn=lstm"), ("shaq", "ff=boom"), ("ffn", "ff=none"), ("mean_mem", "memory=full"), ("sharnn", "memory=none")):
+        c = train_shaq.settle(train_shaq.parse([f"--preset={preset}", f"--{flag}"]), {}, machine("cpu", "float32"))[1]
+        name, value = flag.split("=")
+        assert getattr(SHAQConfig(**c), name) == value != SHAQ_PRESETS[preset].get(name, getattr(SHAQConfig, name))
 
 
 def test_train_shaq_two_processes_are_one(train_shaq_here, pair, data_dir, tmp_path):
@@ -6746,6 +6750,8 @@ def test_bench_loss_compares_checkpoints_on_the_same_text(tmp_path, capsys, monk
     assert (rows[0]["split"], rows[0]["loss"]) == ("test", pytest.approx(train_shaq.evaluate(models["shaq"], test, 2**62, 7, machine("cpu", "float32"), 8)))
     assert rows[0]["bits_per_byte"] == pytest.approx(rows[0]["loss"] / math.log(2) / 2) and "difference" not in capsys.readouterr().out
     assert bench_run(tmp_path, "loss", f"--data_dir={tmp_path}", "--dataset=least", "--ckpt", files[1])[0]["tokens"] == 128
+    rows = bench_run(tmp_path, "loss", f"--data_dir={tmp_path}", "--split=train", "--ckpt", files[1])
+    assert (rows[0]["split"], rows[0]["loss"]) == ("train", pytest.approx(train_shaq.evaluate(models["shaq"], data.train, 2**62, 7, machine("cpu", "float32"))))
     # a checkpoint that read another text of the same name may know this one; one whose loss no exp holds
     save_model(tmp_path / "then.pt", models["gpt"])
     content = torch.load(tmp_path / "then.pt")
