@@ -376,11 +376,15 @@ def test_hadamard_affine_rows_by_batch_norm_and_as_off_the_cpu(dtype):
                     assert not of_u or near(v.to(dtype), weight.double() * g.double())
                     assert error(dweight.nan_to_num(), (u.double() * g.double()).sum(0).nan_to_num()) < 1e-6
                     assert error(dshift, g.double().sum(0)) < 1e-6
+        with unittest.mock.patch.object(torch, "mm", None):  # on a GPU a product might be in TF32
+            kernels._affine_grads(u.as_subclass(Cuda), g, weight, True, torch.empty_like(u))
 
 
 def test_hadamard_gradients_of_vectors_stay_in_fp32_inside_autocast():
     x, dy, alpha, beta = torch.randn(50, 64), torch.randn(50, 64), torch.randn(64).requires_grad_(), torch.randn(64).requires_grad_()
-    few = lambda: hadamard_affine(x, alpha.detach(), beta.detach())  # by other calls, without gradients
+    wide, v = torch.randn(5, 384), torch.randn(384)
+    few = lambda: torch.cat([hadamard_affine(*t).flatten() for t in ((x, alpha.detach(), beta.detach()),  # by other calls, without gradients
+                                                                     (x, alpha.detach(), beta.detach(), 8, True), (wide, v, v))])
     of = lambda *leaf: torch.autograd.grad(hadamard_affine(x, alpha, beta), (*leaf, alpha, beta), dy)[-2:]
     outside, out = of(), few()
     with torch.autocast("cpu", torch.bfloat16):
@@ -475,6 +479,7 @@ def test_hadamard_wrong_shapes_and_dtypes_are_one_line():
     for call, words in ((lambda: hadamard_affine(x, torch.zeros(47), v), ("alpha (47,)", "(2, 48)")),
                         (lambda: hadamard_affine(x, v, nowhere), ("cpu, cpu, meta", "one device")),
                         (lambda: hadamard_affine_norm(x, v, v, x, nowhere), ("cpu, meta",)),
+                        (lambda: hadamard_affine_norm(x, v, v, x.to("meta"), v), ("cpu, meta, cpu", "one device")),
                         (lambda: hadamard_affine(x, v, torch.zeros(1)), ("beta (1,)",)),
                         (lambda: hadamard_affine(x, v, v, 5), ("n_head 5",)),
                         (lambda: hadamard_affine(x, v, v, 0), ("n_head 0",)),
@@ -822,7 +827,7 @@ def rounded(exact, dtype):
 @needs_triton
 @pytest.mark.parametrize("d, n_head, heads_only", [(64, 1, False), (1024, 1, False), (96, 1, False), (768, 12, False), (640, 20, False),
                                                    (224, 1, False), (96, 8, False), (3072, 24, False), (1536, 16, False), (768, 12, True),
-                                                   (1536, 16, True), (320, 2, True)])
+                                                   (1536, 16, True), (320, 2, True), (2048, 16, False), (512, 64, True)])
 def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_only, monkeypatch, guarded):
     monkeypatch.setattr(kernels, "_capability", lambda device: (7, 5))  # without bf16's tensor cores
     monkeypatch.setattr(kernels, "_FEW", 2)  # both plans with small numbers of rows; R + 1 are a whole block of them, or two, and one more
@@ -861,7 +866,11 @@ def test_hadamard_on_tensor_cores_is_exact_and_stays_inside_its_rows(d, n_head, 
         assert kernels._by_dots(x, n_head, False) and at_once == (d in (1536, 2048))
         how = scale, n_head, False
         if at_once:
+            barriers = []
+            if not torch.cuda.is_available():
+                monkeypatch.setattr(interpreter.InterpreterBuilder, "create_barrier", lambda builder: barriers.append(1))
             dx, dalpha, dbeta = kernels._grads_triton(x, dy, *how, alpha)
+            assert torch.cuda.is_available() or len(barriers) == 2  # in each program threads wait for the signs that others store
             assert error(dalpha, (dy.double() * (x.double() @ H)).sum(0)) < 1e-5 and error(dbeta, dy.double().sum(0)) < 1e-6
         for y, exact in ((kernels._transform_triton(x, alpha, beta, pre, *how), alpha * ((pre * x.double()) @ H) + beta),
                          (kernels._transform_triton(x, None, None, None, *how), x.double() @ H),
@@ -932,6 +941,8 @@ def test_hadamard_triton_takes_any_strides(monkeypatch):
     "Gradients come as they come: transposed, expanded from one number"
     monkeypatch.setattr(kernels, "_FEW", 15)
     monkeypatch.setattr(kernels, "_programs", lambda *how: 2)
+    device_of, seen = torch.cuda.device_of, []
+    monkeypatch.setattr(torch.cuda, "device_of", lambda t: seen.append(t) or device_of(t))
     H, s = layer_matrix(96, 8, False), torch.randn(40, 192)
     x, v, one = s.t()[:96].t(), torch.randn(192)[::2], torch.ones(1).expand(96)
     assert error(kernels._transform_triton(torch.randn(96, 40).t().copy_(x), v, one, v, 1.0, 8, False),
@@ -944,8 +955,14 @@ def test_hadamard_triton_takes_any_strides(monkeypatch):
     assert error(dalpha, (2 * x.double() * (low.double() @ H)).sum(0) * 96 ** 0.5) < 1e-6 and error(dbeta, 2 * x.double().sum(0)) < 1e-6
     wide = torch.randn(1, 2**14)  # in 16 warps
     assert error(kernels._transform_triton(wide, None, None, None, 1.0, 1, False), hadamard_transform(wide.double())) < 1e-6
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "_FEW", 0)  # a plan of many rows: eight neighbours a thread
+        low = wide[:, :2**13].half()
+        found, exact = kernels._transform_triton(low, None, None, None, 2**-6.5, 1, False), hadamard_transform(low.double(), 2**-6.5)
+        assert kernels._plan(2**13, 1, False, 16)[0]["V"] == 8 and error(found, exact) <= 1.02 * error(exact.half(), exact)
     y, normed, _ = kernels._norm_triton(x, x, v, one, one, v, 96 ** -0.5, 1e-5, False, 8, False)
     assert error(y, x + v * (x.double() @ H) + 1) < 1e-6 and error(normed, F.layer_norm(y.double(), (96,), one.double(), v.double())) < 1e-6
+    assert len(seen) == 6  # each launch is on its tensors' GPU, which need not be the current one
 
 
 @needs_triton
@@ -1143,6 +1160,8 @@ def test_gpt_dropout_by_many_draws_at_once_is_dropout(p, dtype):
     with torch.device("meta"):  # as torch.set_default_device would have it
         assert model_py.Dropout(p)(x).device.type == "cpu"
     assert p or not model_py.keep_mask(torch.ones(2 ** 22), 4e-6).all()  # drops 17: an outcome of 0 has probability 5e-8
+    for t in (x.detach(), x.detach().as_subclass(Elsewhere)):  # backward draws the same again
+        assert torch.equal(*(model_py.keep_mask(t, p, torch.Generator().manual_seed(3)) for _ in range(2)))
     there = model_py.keep_mask(x.detach().as_subclass(Elsewhere), p)  # in attention on a GPU
     assert abs((there == 0).double().mean() - p) <= 5 * (p * (1 - p) / x.numel()) ** 0.5
     assert there.dtype == dtype and ((there == 0) | (there == 1)).all()
@@ -1229,6 +1248,7 @@ def test_layers_by_themselves_hold_no_memory_that_nothing_wrote():
         made = [Attention(GPTConfig(n_embd=48, n_head=4, attn_out=out)) for out in CHOICES["attn_out"]]
         made += [part(SHAQConfig(n_embd=16)) for part in (MemoryAttention, model_py.QRNN, model_py.Boom, SHAQ)]
         assert all(p.isfinite().all() for layer in made for p in layer.parameters())
+        assert all((layer.alpha == 1).all() and not layer.beta.any() for layer in made if hasattr(layer, "alpha"))
     finally:
         torch.use_deterministic_algorithms(before)
 
@@ -1605,7 +1625,7 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
                   (q, q[..., :4], q), (q, q, q[..., :4], q, q), (q[:, :, :1], q, q, None, None, 0.0, torch.zeros(1, 2)),
                   (q[:, :, :1], q, q, None, None, 0.0, torch.ones(1, 3, dtype=torch.bool)),  # True was added to the scores, as 1
                   *((q, q, q, None, None, 0.0, None, new) for new in ((long, long), (q[:, :, :2], q[:, :, :2]), (q, q[:, :, :2]), (q[..., :4], q))),
-                  (q, q, q, q, q, 0.0, None, (q, q))):
+                  (q, q, q, q, q, 0.0, None, (q, q)), (q[:, :, :1], q, q, None, None, 0.0, torch.zeros(1, 3), (q[:, :, :1], q[:, :, :1]))):
         refuses(lambda: attention(*wrong), "expected q (B, h, T, w)", "got q (2, 4, ")
     refuses(lambda: attention(q, q, q, dropout=1.0), "dropout=1.0", "below 1")  # blocks divide by 1 - dropout
     refuses(lambda: attention(q, q, q.to("meta")), "attention", "cpu, cpu, meta")  # else memory that nothing has written
@@ -1672,6 +1692,7 @@ def test_gpt_blocked_attention_dropout(outer, monkeypatch):
     assert torch.allclose(P[:, 7][kept], torch.tensor(1 / 8 / 0.75)) and abs(kept.float().mean() - 0.75) < 0.04
     assert not torch.equal(kept[0], kept[1]) or not torch.equal(kept[1], kept[2])
     q = torch.randn(1, 2, 40, 8)
+    assert not torch.equal(*(attention(q, q, q, dropout=0.5) for _ in range(2)))  # the seed is drawn anew
     for dropout in (0.999, 0.99999, 1 - 1e-9):  # the last two: as near as 16 bits of chance come
         assert (attention(q, q, q, dropout=dropout) != 0).float().mean() < (0.1 if dropout == 0.999 else 0.01)
 
@@ -1693,6 +1714,10 @@ def test_gpt_blocked_attention_drops_the_same_when_it_is_recomputed(monkeypatch)
             q, k, v = (t[:, :, -1:].as_subclass(Cuda) for t in leaf)  # one query, too
             attention(q, *(t.as_subclass(Cuda) for t in leaf[1:]), dropout=0.4, new=(k, v))
     assert drawn == [(None, False)] * 2 + [(None, True)] * 2
+    for recording in (True, False):  # a graph would freeze a seed of the CPU's; else it spares what many keys would keep
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+        attention(*[torch.randn(1, 2, 60, 3).as_subclass(Cuda)] * 3, dropout=0.4)
+        assert (drawn[-1][0] is None) == recording == drawn[-1][1]
 
 
 @pytest.mark.parametrize("attn", CHOICES["attn"])
@@ -3376,6 +3401,7 @@ def test_fopool_errors_are_one_line():
                        (lambda: kernels.qrnn_pool(x.bfloat16(), torch.zeros(2, 2).bfloat16()), ValueError)):
         assert re.search("got .*; ", refuses(call, kind=kind))
     refuses(lambda: kernels.qrnn_pool(x, torch.empty(2, 2, device="meta")), "cpu, meta")
+    refuses(lambda: kernels.fo_pool(x, x.to("meta"), x), "cpu, meta, cpu")
     for name, f in (("fo_pool", lambda x: kernels.qrnn_pool(x)[0]), ("attention", lambda x: attention(*[x[None]] * 3))):
         gradient, = torch.autograd.grad(f(x.requires_grad_()).sum(), x, create_graph=True)
         refuses(lambda: gradient.sum().backward(), f"{name} is differentiable once", kind=NotImplementedError)
@@ -3770,7 +3796,7 @@ def test_shaq_generate_carries_its_state(preset, more):
     model = tiny_shaq(preset, dropout=0.5, **more).train()
     prompt, rng = torch.randint(11, (2, 7)), torch.get_rng_state()
     out, _ = model.generate(prompt, 12, temperature=0.8, top_k=5, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(model.generate(prompt, 12)[0], model.generate(prompt, 12, generator=torch.Generator().manual_seed(1337))[0])
+    assert torch.equal(model.generate(prompt, 40)[0], model.generate(prompt, 40, 1.0, None, None, torch.Generator().manual_seed(1337))[0])
     assert model.training and torch.equal(torch.get_rng_state(), rng)
     model.eval()
     generator, scratch = torch.Generator().manual_seed(3), prompt
@@ -3892,18 +3918,20 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
         yield
         recorded.append(it)
 
-    stream, streams, collected, recorded, ran, kept = unittest.mock.MagicMock(), [], [], [], [], torch.zeros(3)
+    (now, side), streams, collected, recorded, ran, kept = (unittest.mock.MagicMock() for _ in range(2)), [], [], [], [], torch.zeros(3)
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
-    monkeypatch.setattr(model_py, "side_stream", lambda device, step: streams.append(step) or stream)
+    monkeypatch.setattr(model_py, "side_stream", lambda device, step: streams.append(step) or side)
     for name, value in dict(device=contextlib.nullcontext, stream=contextlib.nullcontext, current_device=lambda: 0, graph=graph,
-                            current_stream=lambda: stream, CUDAGraph=lambda: SimpleNamespace(replay="replay")).items():
+                            current_stream=lambda: now, CUDAGraph=lambda: SimpleNamespace(replay="replay")).items():
         monkeypatch.setattr(torch.cuda, name, value)
     with model_py.beside(GPU):
-        assert streams.pop()
+        side.wait_stream.assert_called_once_with(now)
+        assert streams.pop() and not now.wait_stream.called
+    now.wait_stream.assert_called_once_with(side)
     works = lambda: ran.append(kept.add_(1)), lambda: ran.append(kept.add_(1)) or 1 / (len(ran) % 2)
     for enabled, pool, work in itertools.product((True, False), (None, "pool"), works):
         (gc.enable if enabled else gc.disable)()
-        ran.clear(), recorded.clear(), collected.clear()
+        ran.clear(), recorded.clear(), collected.clear(), now.reset_mock(), side.reset_mock()
         try:
             assert model_py.captured(work, GPU, [kept], pool) == "replay" and len(ran) == 2 and len(recorded) == 1
         except ZeroDivisionError:
@@ -3912,6 +3940,8 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
             was = gc.isenabled()
             gc.enable()
         assert not kept.any()  # what the run before it wrote is taken back
+        side.wait_stream.assert_called_once_with(now)  # and each stream waits for the other
+        now.wait_stream.assert_called_once_with(side)
         assert was == enabled and streams.pop() == (pool is not None)  # a step's graph, and no other, on the steps' stream
 
 
@@ -3927,6 +3957,8 @@ def test_shaq_runs_under_bf16_autocast(preset):
             loss.backward()
             total += loss.item() / 3
         kept = model(idx, state=model_py.each(state, torch.Tensor.float))[1]             # as a run in fp32 leaves it
+        rings = model.eval().rings(model_py.each(detach_state(state), torch.Tensor.float), 1)
+        assert model.advance(idx[:, :1], rings).isfinite().all()
     assert loss.dtype == torch.float32 and abs(total - exact.item()) < 0.01
     recurrent = torch.float32 if model.config.rnn == "lstm" and not model_py.BF16_LSTM else torch.bfloat16
     assert all(s[0][0][0].dtype == recurrent for s in (state, kept))
