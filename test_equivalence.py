@@ -870,7 +870,8 @@ def test_hadamard_on_tensor_cores_is_exact_and_stays_inside_its_rows(d, n_head, 
             if not torch.cuda.is_available():
                 monkeypatch.setattr(interpreter.InterpreterBuilder, "create_barrier", lambda builder: barriers.append(1))
             dx, dalpha, dbeta = kernels._grads_triton(x, dy, *how, alpha)
-            assert torch.cuda.is_available() or len(barriers) == 2  # in each program threads wait for the signs that others store
+            # in each of two programs threads wait for the signs that others store; the rest, one a row, keeps registers from spilling
+            assert torch.cuda.is_available() or len(barriers) == 2 + N * (d == 2048)
             assert error(dalpha, (dy.double() * (x.double() @ H)).sum(0)) < 1e-5 and error(dbeta, dy.double().sum(0)) < 1e-6
         for y, exact in ((kernels._transform_triton(x, alpha, beta, pre, *how), alpha * ((pre * x.double()) @ H) + beta),
                          (kernels._transform_triton(x, None, None, None, *how), x.double() @ H),
