@@ -113,7 +113,7 @@ def parse(what, argv, gpu):
         parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"],
                             help="where to measure (auto: cuda where that is, else cpu)")
         parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
-                            help="auto: bfloat16 where that is faster")
+                            help="auto: bfloat16 where that is faster (code: anyway)")
     return parser.parse_args(argv)
 
 

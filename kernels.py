@@ -4,7 +4,7 @@ Operators of the three papers, each with its derivative, each with a fast path f
     hadamard_matrix(n)                        the matrix itself, entries +1 and -1
     hadamard_transform(x, scale)              scale * (x @ H), a true H for every order that hadamard_matrix knows
     hadamard_affine(x, alpha, beta)           alpha * (x @ H / sqrt(d)) + beta in one pass over memory  [1, eq. 1]
-    hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum; in one pass where registers allow
+    hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum; in one pass where that is faster
     fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [QRNN, eq. 4], on gates or on their logits
     rope_backward([dq, dk, dv], cos, sin)     the gradient of a joint projection to q, k, v where q and k took rotary positions
     one_query_attention(q, k, v, mask)        softmax(q k^T / sqrt(w) + mask) v of a single query a head, for decoding

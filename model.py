@@ -730,8 +730,8 @@ class HeadLoss(torch.autograd.Function):
     """Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> scalar, fp32 or wider. Targets of -100
     do not count, as in F.cross_entropy. grads: whether backward may follow, which forward itself cannot see. Not for fp16 with gradients.
 
-    Takes x in slices of rows and computes each slice's gradients along with its logits: at most HEAD_LOGITS of the N x V logits exist at a
-    time. The plain way keeps all, twice in 16 bits and twice in fp32: 40 GB for 65,536 tokens of GPT-2's vocabulary."""
+    Takes x in slices of rows and computes each slice's gradients along with its logits: at most HEAD_LOGITS (see above) of the N x V logits
+    exist at a time. The plain way keeps all, twice in 16 bits and twice in fp32: 40 GB for 65,536 tokens of GPT-2's vocabulary."""
     @staticmethod
     def forward(ctx, x, weight, targets, grads):
         if x.dim() != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:  # one target would count for all rows

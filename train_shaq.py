@@ -11,7 +11,7 @@ The training split is cut into --batch streams of equal length, read side by sid
 streams. Recurrent state and attention's memory carry over from window to window, without gradients, and are dropped when an epoch begins. A
 resumed run continues exactly: the checkpoint holds state, memory and position, and all else depends on seed, step and process only. A schedule
 that --max_minutes has shortened stays shortened. Evaluations also save, spending at most a tenth of the time on it; the last one always
-saves. best.pt is the checkpoint with the best validation loss.
+saves. best.pt is the checkpoint with the best validation loss, saved whenever there is a better one.
 """
 import argparse
 import contextlib
