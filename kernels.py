@@ -1415,8 +1415,8 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     and the start of what follows, in one pass. rms = True takes RMSNorm.
 
     x (..., d); residual (..., d), any float dtype, often wider; alpha, beta, weight, shift (d,); shift may be None. Returns y in residual's
-    dtype and its norm in x's, both (..., d). Differentiable to any order in all six. In bf16 one pass moves 8 bytes an element. Off
-    the Triton path, and where hadamard_norm_is_fused is False, two steps move 12.
+    dtype and its norm in x's, both (..., d); ValueError or TypeError for anything else. Differentiable to any order in all six. In bf16 one
+    pass moves 8 bytes an element. Off the Triton path, and where hadamard_norm_is_fused is False, two steps move 12.
     """
     _reverse_mode_only("hadamard_affine_norm")
     rows, before = _as_rows("hadamard_affine_norm", x), _as_rows("hadamard_affine_norm", residual, "residual")
@@ -2109,7 +2109,7 @@ def one_query_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask:
             or mask is not None and not (mask.shape == (1, S) and mask.is_floating_point())):
         raise ValueError("one_query_attention: expected q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u) and a mask (1, S) of floats or None; "
                          f"got {', '.join(f'{tuple(t.shape)} in {t.dtype}' for t in (q, k, v, mask) if t is not None)}")
-    if q.is_cuda and triton is not None and q.dtype in (torch.float32, torch.bfloat16, torch.float16) and max(q.shape[3], v.shape[3]) <= 256:
-        _one_query_triton(q, k, v, mask, out := q.new_empty(*q.shape[:3], v.shape[3]))
+    if q.is_cuda and triton is not None and q.dtype in (torch.float32, torch.bfloat16, torch.float16) and max(w, u) <= 256:
+        _one_query_triton(q, k, v, mask, out := q.new_empty(B, h, 1, u))
         return out
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)

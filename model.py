@@ -1,5 +1,5 @@
 """
-The models of three papers. Every variant is a flag, tested right next to the mathematics it selects.
+The models of three papers. Every variant is a flag; the `if` that reads it stands beside the equation it selects.
 
     GPT     decoder-only transformer; attn_out = dense | hadamard | head_hadamard | identity | none   [1]
                                       attn     = mha | dva | dva_outer                                [2]
@@ -118,8 +118,9 @@ def rope_table(block_size, width, device=None, dtype=torch.float32):
 
 
 def rope(x, cos, sin):
-    """Rotate each pair (x_2i, x_2i+1) of x (B, T, heads, width) by its position's angle, in fp32 or wider. Hugging Face's Llama pairs
-    x_i with x_(i + width/2): the same model, once the rows of each head in W_Q and W_K are reordered to match."""
+    """Rotate each pair (x_2i, x_2i+1) of x (B, T, heads, width) by its position's angle, in fp32 or wider. cos, sin (T, 1, width / 2), of
+    rope_table(); ValueError if in 16 bits. Hugging Face's Llama pairs x_i with x_(i + width/2): the same model, once the rows of each head in
+    W_Q and W_K are reordered to match."""
     if cos.element_size() < 4:
         raise ValueError(f"rope: cos and sin are in {cos.dtype}, expected fp32; FSDP needs MixedPrecisionPolicy(cast_forward_inputs=False)")
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
@@ -134,9 +135,9 @@ def rope(x, cos, sin):
 
 def plain_attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
     "The definition of attention(), which stands below GPT, in plain operations: what every faster way there must agree with"
-    T, S = q.size(2), k.size(2)
+    T, S = q.size(2), k.size(2)                                                          # the queries are the last T of S positions
     scores = q @ k.mT * q.size(-1) ** -0.5                                               # (B, h, T, S)
-    if T > 1:
+    if T > 1:                                                                            # a single query sees every key
         scores = scores.masked_fill(q.new_ones(T, S, dtype=torch.bool).triu(S - T + 1), -math.inf)
     P = F.dropout((scores if mask is None else scores + mask).softmax(-1, dtype=scores.dtype), dropout)
     return P @ v if q_r is None else (P * (q_r @ v.mT)) @ k_r                            # (B, h, T, width of v or k_r)
@@ -340,7 +341,7 @@ class GPT(nn.Module):
                              + f": take {' or '.join(str(n) for n in near if n) or 'another n_head'}")
         if c.attn_out == "head_hadamard":
             _check_order(c.n_head, "n_head")
-        if c.attn != "mha" and c.attn_out not in ("dense", "none"):  # none is the truth, dense the default
+        if c.attn != "mha" and c.attn_out not in ("dense", "none"):  # dense is only the default, left alone; none says what is
             raise ValueError(f"attn={c.attn} has no output projection for attn_out={c.attn_out} to replace: drop one of the two")
         if c.init == "torch" and c.attn_out not in ("dense", "none"):
             raise ValueError(f"init=torch says nothing of attn_out={c.attn_out}'s alpha: take init=gpt2")
@@ -388,7 +389,7 @@ class GPT(nn.Module):
         if isinstance(pos, torch.Tensor):
             rows, at, mask = pos, pos, up_to(pos, cache[0][0].size(2), product_dtype(x))  # mask (1, positions)
         else:
-            rows, at, mask = slice(pos, pos + T), (pos, pos + T), None  # no slice for blocks: torch 2.11 would compile anew for each
+            rows, at, mask = slice(pos, pos + T), (pos, pos + T), None  # at is a pair: given slices, torch 2.11 would compile blocks anew
             if pos + T > self.config.block_size:
                 raise ValueError(f"{pos + T} tokens, but block_size is {self.config.block_size}: crop idx, as generate() does")
         if self.wpe is not None:
@@ -407,7 +408,7 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache, pos)
         if targets is None:
             return self.lm_head(x)
-        usual = plain(self.lm_head, nn.Linear) and self.lm_head.bias is None and not torch.compiler.is_exporting()  # which drops backward()
+        usual = plain(self.lm_head, nn.Linear) and self.lm_head.bias is None and not torch.compiler.is_exporting()  # drops HeadLoss's backward
         if not usual or product_dtype(x) == torch.float16:  # fp16's gradients need the loss scale, known only in backward
             return cross_entropy(self.lm_head(x), targets)
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
@@ -489,7 +490,8 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def fold_hadamard(model):
-    """A trained `hadamard` model -> an equal `head_hadamard` model (a new GPT on the same device).
+    """A trained `hadamard` model -> an equal `head_hadamard` model (a new GPT on the same device). ValueError for any other, or
+    where c_attn is more than a weight and a bias.
 
     H_d = (H_h (x) I)(I (x) H_(d_h)), and the second factor acts inside each head. Attention weights mix over time only, so
     A_h (X W_V,h) H_(d_h) = A_h (X (W_V,h H_(d_h))): multiplied into W_V and its bias once, it costs nothing any more."""
@@ -683,6 +685,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     dropout is always applied: pass 0 in evaluation. ValueError for other shapes. Way 1 below is differentiable once, in reverse mode."""
     check_attention(q, k, v, q_r, k_r, dropout, mask, new)
     T, S = q.size(2), k.size(2)
+    # new matters to gradients alone. But with dropout a pass without them must go the same way, or it would draw other masks: checkpointing
     new = new if torch.is_grad_enabled() or dropout else None
     # One of three ways. The third is the definition; the others give the same result for less time or memory:
     # 1. Blocks of query rows, for T > 1: over a memory (T < S); on a CPU wherever way 2 is not taken; elsewhere if no flash kernel fits (heads
@@ -715,7 +718,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         _reverse_mode_only("attention")
         return one_query_attention(*(t.to(product_dtype(t)) for t in (q, k, v)), mask)
     if flash:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # compiled, T > 1 is no bool
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # T > 1 is no bool under torch.compile
     return plain_attention(q, k, v, q_r, k_r, dropout, mask)
 
 
@@ -787,12 +790,11 @@ class HeadLoss(torch.autograd.Function):
             raise NotImplementedError("HeadLoss is differentiable once, and create_graph=True asks for more: take F.cross_entropy(x @ W.T, ..)")
         if not (saved := ctx.saved_tensors):  # read once, as checkpointing wants
             raise RuntimeError("HeadLoss: grads=False promised that no backward pass would follow: pass torch.is_grad_enabled()")
-        dx, dw = saved
         one = False
         if g.device.type == "cpu" and not torch.compiler.is_compiling():
             with contextlib.suppress(RuntimeError):  # a fake tensor's, or under vmap
                 one = g.item() == 1  # as is usual; it spares a pass over all of dw
-        dx, dw = ((t if t is None or one else t.to(torch.promote_types(t.dtype, torch.float32)) * g) for t in (dx, dw))
+        dx, dw = ((t if t is None or one else t.to(torch.promote_types(t.dtype, torch.float32)) * g) for t in saved)
         return *(t if t is None else t.to(dtype) for t, dtype in zip((dx, dw), ctx.dtypes)), None, None
 
 
@@ -824,7 +826,8 @@ def evaluating(model):
 
 def sample(logits, temperature, top_k, u):
     """Draw one token per row of logits (B, V), finite or -inf, with u (B, 1), uniform in [0, 1) -> (B, 1). top_k: only from the k likeliest and
-    ties with the last of them. In fp64, so that the draw does not depend on a sum's last bits; on the CPU for Apple's GPUs, which have none."""
+    ties with the last of them. In fp64, so that the draw does not depend on a sum's last bits; on the CPU for Apple's GPUs, which have none.
+    ValueError for a temperature that is negative or not finite, or a negative top_k."""
     if not 0 <= temperature < math.inf or (top_k or 0) < 0:
         raise ValueError(f"temperature={temperature}, top_k={top_k}: expected a finite temperature >= 0 and top_k >= 0")
     if temperature == 0:
@@ -1099,7 +1102,7 @@ class MemoryAttention(nn.Module):
         """h (B, T, d) for the queries, m (B, T, d) the rows that the window adds to memory -> (B, T, d), memory: None at the start of a stream,
         then (B, <= mem_len, d); for memory=mean see over_mean(), in generate() see ring()."""
         q = self.ln_q(self.W_q(h))                                      # (B, T, d)
-        m = m.to(product_dtype(m))                                      # under autocast memory is held in 16 bits
+        m = m.to(product_dtype(m))                                      # under autocast memory is held in 16 bits (SHAQBlock has cast already)
         # Keys and values are the same rows of memory: k = m * k_gate, v = m * v_gate. A gate is one number a channel,
         # so it can move to the other factor of each product, which has T rows where the memory has thousands:
         #     q . (m * k_gate) = (q * k_gate) . m            weights @ (m * v_gate) = (weights @ m) * v_gate
@@ -1219,7 +1222,7 @@ class SHAQBlock(nn.Module):
         x, rnn_state = self.rnn(h, rnn_state)
         h = h + self.drop(x) if self.residual else self.drop(x)
         if self.attn is not None:
-            m, h = self.ln_mem(h), self.ln_mid(h)
+            m, h = self.ln_mem(h), self.ln_mid(h)                       # m is looked at and remembered, h looks
             # cast to what attention computes in, once and here: torch.compile then lets the two norms write that dtype themselves
             x, memory = self.attn(h.to(product_dtype(h)), m.to(product_dtype(m)), memory)
             h = h + self.drop(x)
@@ -1415,7 +1418,7 @@ class LAMB(torch.optim.Optimizer):
             torch._foreach_addcmul_(v, g, g, value=1 - beta2)
             denominator = torch._foreach_sqrt(v)
             torch._foreach_add_(denominator, group["eps"])
-            step = torch._foreach_div(m, denominator)                   # m / (sqrt(v) + eps) + lambda w
+            step = torch._foreach_div(m, denominator)                   # m / (sqrt(v) + eps) + weight_decay w
             torch._foreach_add_(step, w, alpha=group["weight_decay"])
             w_norm, step_norm = norms(w).clamp(max=group["max_norm"]), norms(step)
             trust = torch.where((w_norm > 0) & (step_norm > 0), (w_norm / step_norm).clamp(min=group["min_trust"]), 1.0)
@@ -1599,7 +1602,7 @@ def peak_flops(m):
 def inputs_and_targets(rows, device):
     "rows, an int64 array (n, T + 1) -> inputs and targets (n, T) on device: one copy there and two views of it"
     rows = torch.from_numpy(rows)
-    if device.type == "cuda":  # which alone keeps pinned memory until it is copied
+    if device.type == "cuda":  # where alone PyTorch keeps the pinned copy until it has been read
         rows = rows.pin_memory().to(device, non_blocking=True)
     rows = rows.to(device)
     return rows[:, :-1], rows[:, 1:]
@@ -1610,10 +1613,10 @@ class Replayed:
     kernels of shaq's step took an H200 23 ms for 11 of work. The first step of new shapes runs as it is, which compiles what needs compiling;
     the second is recorded, and from then on replayed. Each step sets lr, the same for all groups.
 
-    batch, state: lists or tuples of tensors, nested in any way, or None. figures: two numbers, overwritten by the next step. on=False: no
-    graphs. A step that changes the shapes of its state is never recorded. The state, too, is overwritten by the next step, and its tensors
-    must not change places. Dropout draws what it would without a graph. whole=False: update is a part of a step that adds to the gradients
-    of optimizer's parameters: set these to zero, never to None."""
+    batch, state: lists or tuples of tensors, nested in any way, or None. figures: two numbers, or one, which fills both; the next step
+    overwrites them. on=False: no graphs. A step that changes the shapes of its state is never recorded. The state, too, is overwritten by
+    the next step, and its tensors must not change places. Dropout draws what it would without a graph. whole=False: update is a part of a
+    step that adds to the gradients of optimizer's parameters: set these to zero, never to None."""
 
     def __init__(self, update, optimizer, on, whole=True):
         self.update, self.optimizer, self.on, self.whole = update, optimizer, on, whole
@@ -1632,7 +1635,7 @@ class Replayed:
             return self.update(batch, state)
         device, kinds = tensors(batch)[0].device, [[(t.shape, t.dtype) for t in tensors(x)] for x in (batch, state)]
         key = str(kinds)
-        if key not in self.graphs and key not in self.warm:
+        if key not in self.warm:
             with beside(device):
                 figures, after = self.update(batch, state)
             if kinds[1] == [(t.shape, t.dtype) for t in tensors(after)]:
@@ -1640,7 +1643,7 @@ class Replayed:
             return figures, after
         if key not in self.graphs:
             try:
-                self.graphs[key] = self.record(batch, state, lr, str(kinds[1]))
+                self.graphs[key] = self.record(batch, state, str(kinds[1]))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as e:  # no fallback: the GPU's random generator would no longer draw outside a graph
@@ -1659,17 +1662,17 @@ class Replayed:
         held = [*self.optimizer.param_groups, *self.optimizer.state.values()]
         return [(k, v) for group in held for k, v in group.items() if isinstance(v, (int, float))]
 
-    def record(self, batch, state, lr, kind_of_state):
+    def record(self, batch, state, kind_of_state):
         device = tensors(batch)[0].device
-        keep = [p for group in self.optimizer.param_groups for p in group["params"]]
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
         for group in self.optimizer.param_groups if self.whole else ():  # numbers would be recorded as they are now
             if not isinstance(group["lr"], torch.Tensor):
-                group["lr"] = torch.tensor(lr, device=device)
+                group["lr"] = torch.tensor(group["lr"], device=device)
                 if "capturable" in group:
                     group["capturable"] = True
         # with the same strides, or torch.compile would compile anew
         batch = each(batch, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t))
-        state = self.states.setdefault(kind_of_state, None if state is None else each(state, torch.clone))  # all windows' lengths share one
+        state = self.states.setdefault(kind_of_state, each(state, torch.clone))  # all windows' lengths share one
         figures = torch.empty(2, device=device)
 
         def work():
@@ -1679,9 +1682,9 @@ class Replayed:
                 old.copy_(new)
 
         if self.whole:
-            keep += [t for p in keep for t in self.optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+            keep = params + [t for p in params for t in self.optimizer.state[p].values() if isinstance(t, torch.Tensor)]
         else:
-            keep = [p.grad for p in keep if p.grad is not None]
+            keep = [p.grad for p in params if p.grad is not None]
         drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         if self.pool is None and device.type == "cuda":
             self.pool = torch.cuda.graph_pool_handle()

@@ -179,13 +179,14 @@ class Parser(argparse.ArgumentParser):
         for i, arg in enumerate(args):
             flag, equals, value = arg.partition("=")
             if flag.startswith("--") and " " not in flag:  # looked up before argparse sees it, so that a typo is reported as a typo
-                if flag.replace("-", "_") not in flags:
+                known = flags.get(flag.replace("-", "_"))
+                if known is None:
                     self.error(f"unknown flag {flag}{nearest(flag, flags.values())}")
-                if equals and self._option_string_actions[flags[flag.replace("-", "_")]].nargs == 0:
+                if equals and self._option_string_actions[known].nargs == 0:
                     self.error(f"{flag} takes no value, got {value!r}")
                 if value.startswith("~/") and flag != "--prompt":  # shells keep ~ in --out_dir=~/x: a folder ~ is a trap
                     value = os.path.expanduser(value)
-                args[i] = flags[flag.replace("-", "_")] + equals + value
+                args[i] = known + equals + value
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
@@ -391,7 +392,7 @@ def unchanged(typed, stored, free):
 def shorten(s, asked, step, pace, say):
     """Every 25 steps, or as soon as the time is up if that is sooner, cut the schedule to the steps that fit into max_minutes at the pace so
     far, at most asked (None: change nothing). pace: seconds a step, averaged over processes, so that all decide alike; 0 while
-    unknown."""
+    unknown. s["paced"]: the time has set max_steps before, also in a run that this one resumes."""
     up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
     if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return

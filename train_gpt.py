@@ -139,8 +139,8 @@ def stepper(model, optimizer, s, m, accumulate):
     # launches are few beside theirs. Compiled attention by blocks seeds dropout on the CPU: a graph would freeze the seed
     c = model.config
     values = c.n_embd // c.n_head * (2 if c.attn == "dva" else 1)
-    blocks = (c.attn == "dva_outer" or values > 256) and c.block_size > values
-    graphs = s["compile"] and m.device.type == "cuda" and m.world == 1 and not (blocks and c.dropout)
+    by_blocks = (c.attn == "dva_outer" or values > 256) and c.block_size > values  # attention()'s way 1 on a GPU
+    graphs = s["compile"] and m.device.type == "cuda" and m.world == 1 and not (by_blocks and c.dropout)
 
     def add(micro_batch, loss):
         "Accumulate a micro-batch's gradients and its share of the loss, in [loss]"
@@ -148,7 +148,7 @@ def stepper(model, optimizer, s, m, accumulate):
             share = (m.net or model)(*micro_batch) / accumulate
         share.backward()
         loss = loss[0] + share.detach()
-        return loss, [loss]
+        return loss, [loss]  # figures, which nobody reads here, and the state that the next micro-batch adds to
 
     part = Replayed(add, optimizer, graphs and accumulate > 1, whole=False)
 
@@ -402,11 +402,10 @@ def main():
     if m.rank == 0:
         with contextlib.suppress(SystemExit):  # no tokenizer: the reason is printed
             say("sample:" + sample_text(model, data.tokenizer, "\n", min(400, 4 * T), seed=s["seed"]))
-        if saved:
-            say(f"{path}: the model (python model.py --ckpt={quote(path)} --prompt=...); "
-                f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
-    if not saved and m.rank == 0:
-        die(f"the last checkpoint could not be written to {path}")
+        if not saved:
+            die(f"the last checkpoint could not be written to {path}")
+        say(f"{path}: the model (python model.py --ckpt={quote(path)} --prompt=...); "
+            f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
 
 
 if __name__ == "__main__":

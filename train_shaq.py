@@ -206,9 +206,10 @@ def main():
         die("--stage2 starts a new run and --resume continues one: type one of the two")
     if stage2 and os.path.realpath(os.path.dirname(stage2)) == os.path.realpath(os.path.dirname(path)):
         die(f"--stage2={stage2} lies in --out_dir, where the new run would put its own in its place: type another --out_dir")
+    origin = path if resume else stage2  # the checkpoint that this run starts from, None for a new one
     with one_line():
-        if resume or stage2 is not None:
-            ckpt = load_checkpoint(path if resume else stage2, "SHAQ")
+        if origin is not None:
+            ckpt = load_checkpoint(origin, "SHAQ")
         # keep the checkpoint's arithmetic, even if this machine would choose another
         m = machine(typed.get("device", "auto"), typed.get("dtype", ckpt["settings"]["dtype"] if ckpt else "auto"))
     if ckpt and ckpt["settings"]["device"] != m.device.type:
@@ -232,7 +233,7 @@ def main():
     trained_on = data.source | ckpt["data"] if ckpt else data.source  # old checkpoints say less
     if trained_on["tokenizer"] != data.tokenizer or resume and trained_on != data.source:
         was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**d) for d in (trained_on, data.source))
-        die(f"{path if resume else stage2} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew")
+        die(f"{origin} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew")
     if s["batch"] % m.world:
         die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take "
             + ("" if resume else f"a multiple of {m.world}, or ") + "another number of processes")
@@ -254,7 +255,7 @@ def main():
         try:
             model.load_state_dict(ckpt.pop("model"))  # pop, to free 12 bytes a parameter, the optimiser's included
         except RuntimeError:
-            die(f"{path if resume else stage2} holds another model than these flags make: drop those that change it")
+            die(f"{origin} holds another model than these flags make: drop those that change it")
     if resume:
         for group in ckpt["optimizer"]["param_groups"]:
             group["lr"] = 0.0  # CUDA graphs make it a tensor
@@ -263,7 +264,7 @@ def main():
         state = each(ckpt.pop("state"), lambda t: t[streams.start:streams.stop].to(m.device))  # this process's streams
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
     before, written = (ckpt["settings"]["max_steps"], ckpt["written"]) if resume else (None, None)
-    ckpt = None  # stage 2 has no use for what is left
+    ckpt = None  # frees what is left: for stage 2 the old optimiser's state
     if s["compile"]:
         model.compile()
     per_epoch = length / average_length(s["seed"], s["bptt"]) + 0.5  # + 0.5: the last is cut
