@@ -46,7 +46,7 @@ import kernels
 import train_gpt
 import train_shaq
 from kernels import hadamard_affine, hadamard_affine_norm, hadamard_norm_is_fused, hadamard_path, hadamard_transform, qrnn_pool
-from model import (CHOICES, GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, captured, evaluating,
+from model import (CHOICES, GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, beside, captured, evaluating,
                    inputs_and_targets, load_checkpoint, lr_at, machine, model_of, peak_flops, processor)
 from prepare_data import (Parser, die, encode, end_progress, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
 
@@ -323,8 +323,10 @@ class Peak:
         if self.device:
             gc.collect()  # a compiled model refers to itself
             w = torch.ones(256, 256, device=m.device, dtype=m.dtype, requires_grad=True)
-            with torch.enable_grad():  # allocate cuBLAS's workspaces, tens of MiB a thread: else they count as the first variant's
-                (F.linear(w, w, w[0]) @ w).sum().backward()
+            # allocate cuBLAS's workspaces, tens of MiB a thread and a stream: else they count as the first variant's
+            for stream in contextlib.nullcontext(), beside(m.device):
+                with torch.enable_grad(), stream:
+                    (F.linear(w, w, w[0]) @ w).sum().backward()
             del w
             self.before = torch.cuda.memory_allocated(self.device)
             torch.cuda.empty_cache()
@@ -567,7 +569,8 @@ def bench_compare(args):
     if args.set and "size" not in common and m.device.type == "cpu":
         print(f"note: --set takes the place of what runs without it, --set={default}; what it does not name is as the script has it", flush=True)
     variants = [settings(kind, t, "--variant") for t in texts]
-    settled = [s | c for s, c in (SCRIPT[kind].settle(common | v, {}, m) for v in variants)]
+    unset = asdict(GPTConfig() if kind == "gpt" else SHAQConfig())
+    settled = [unset | s | c for s, c in (SCRIPT[kind].settle(common | v, {}, m) for v in variants)]
     for text, v, s in zip(texts, variants, settled):
         if other := [k for k in SAME if s.get(k) != settled[0].get(k)]:
             die(f"--variant {text!r} has another {', '.join(other)} than the first, so it would not read the same data: "
@@ -575,9 +578,11 @@ def bench_compare(args):
         if "max_steps" in v:
             die(f"--variant {text!r} sets max_steps, which --equal={args.equal} decides: give it in --set")
     reproducible(m)
+    if any(16 * s["dropout"] % 1 for s in settled):  # for all runs: build() would do without cuDNN's attention from the first such on
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if args.compile:
         fresh_compiler()
-    variants, inits = [common | v for v in variants], [s.get("init", GPTConfig.init) for s in settled]
+    variants, inits = [common | v for v in variants], [s.get("init") for s in settled]
     data = load_dataset(settled[0]["dataset"], settled[0]["data_dir"])
 
     def make(v, seed, given=None):
@@ -730,8 +735,6 @@ def affine_rows(args, m, d):
     shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
            dict(op="affine", d=d, rows=args.rows, n_head=h, tensor_cores=args.tensor_cores),
            {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()} | alone, "dense", copy=x)
-    if not hadamard_norm_is_fused(d, h, h > 1):
-        return
     compiled = args.gpu and kernels.triton is not None  # as train's steps are: sum and norm are one kernel then
     if compiled:
         fresh_compiler()
@@ -747,7 +750,7 @@ def affine_rows(args, m, d):
 
     after = {k: (two_steps(f), (*w, *low)) for k, (f, w) in layers.items()}
     for k, only in (("hadamard", False), ("head_hadamard", True)):
-        if k in layers and hadamard_norm_is_fused(d, h, only):
+        if k in layers and (not args.gpu or hadamard_norm_is_fused(d, h, only)):
             after[f"{k}, by hadamard_affine_norm"] = one_pass(only), (alpha, beta, weight, shift)
     # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
     shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}"
@@ -1171,7 +1174,8 @@ def generate_rows(args, m, copy):
     ("profile", dict(type=flag01, default=False, help="then where one more step's time goes: by operators, on a GPU by kernels"))))
 def bench_train(args):
     """Forward, backward and update of every variant of the three models on random tokens, interleaved, so that all share the same minutes.
-    ms: median ± half the interquartile range of --rounds steps; tokens/s by the median or, for SHAQ, whose steps vary in length, the mean."""
+    ms: median ± half the interquartile range of --rounds steps; tokens/s by the median or, for SHAQ, whose steps vary in length, the mean.
+    On a GPU, peak MiB are those allocated or, where a step is one CUDA graph, reserved."""
     m = start(args)
     peak, source = peak_flops(m)
     alone = args.models == ["shaq"]
@@ -1196,7 +1200,7 @@ def bench_train(args):
         if args.compile:
             fresh_compiler()
         data = SimpleNamespace(train=np.random.default_rng(0).integers(0, vocabulary, 2**22), vocab_size=vocabulary)
-        trainers, memory, rates = {}, {}, {}
+        trainers, graphs, memory, rates = {}, {}, {}, {}
         for name, v in variants.items():
             trainers[name] = t = Trainer(kind, v, data, m, 1, compiled=args.compile)
             for i in range(1 + (math.ceil(t.model.config.mem_len / t.T) if kind == "shaq" else 0)):  # fill the memory, as in a long run
@@ -1205,8 +1209,8 @@ def bench_train(args):
                 t.step(i)
             t.peak.forget()
             t.step(i + 1)
-            graphs = t.update.on or getattr(t.update, "part", t.update).on
-            memory[name] = t.peak.held() if graphs else t.peak.mib()
+            graphs[name] = t.update.on or getattr(t.update, "part", t.update).on
+            memory[name] = t.peak.held() if graphs[name] else t.peak.mib()
             progress(len(rows) + len(trainers), sum(len(v) for *_, v in groups), began, "train", unit="models", scale=1)
         papers = {}
         if kind == "shaq":  # tokens/s of the paper's model, at any width
@@ -1221,9 +1225,9 @@ def bench_train(args):
             rates[name] = rate = tokens / (np.median(s) if kind == "gpt" else s.mean())
             rows.append({"model": name, "parameters {:,}": t.params, "tokens a step {:,.0f}": tokens, "ms": spread(s),
                          "paper (V100), tokens/s {:,.0f}": paper, "tokens/s {:,.0f}": rate, "difference {:.2f} times": paper and rate / paper,
-                         "MFU {:.1%}": rate * t.flops / peak, "peak MiB {:,.0f}": memory[name]})
+                         "MFU {:.1%}": rate * t.flops / peak, "CUDA graph": "yes" if graphs[name] else None, "peak MiB {:,.0f}": memory[name]})
             record(args, model=kind, variant=name, seconds=s.tolist(), tokens=tokens, tokens_per_s=rate, mfu=rate * t.flops / peak,
-                   peak_mib=memory[name], params=t.params, compiled=args.compile)
+                   peak_mib=memory[name], params=t.params, compiled=args.compile, graph=graphs[name])
         base, *others = rates
         by_out = {name.rpartition(", ")[2]: s for name, s in seconds.items()}
         gain = gains(by_out, np.median) if set(OUTS) == set(by_out) else {}
@@ -1231,7 +1235,8 @@ def bench_train(args):
             paper = papers[name] / papers[base] if name in papers and base in papers else None
             x = rates[name] / rates[base]
             share = gain.get(name.rpartition(", ")[2], {}).get("share")
-            ratios.append({"": f"{name} against {base}", "paper, times as fast {:.2f}": paper, "measured {:.2f}": x,
+            ratios.append({"": f"{name} against {base}" + ", one of them without a CUDA graph" * (graphs[name] != graphs[base]),
+                           "paper, times as fast {:.2f}": paper, "measured {:.2f}": x,
                            "difference {:+.2f}": paper and x - paper, "time a token {:+.1%}": 1 / x - 1,
                            "share of identity's gain {:.2f}": share})
         for name in trainers if args.profile else ():

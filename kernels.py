@@ -1337,7 +1337,8 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):
-    "In words, for a log: the path hadamard_affine takes on this device (always PyTorch's for fp64). The same sizes raise ValueError"
+    """In words, for a log: the path hadamard_affine takes on this device (always PyTorch's for fp64); on "cuda" where no GPU is, an H200's. The
+    same sizes raise ValueError."""
     if n_head < 1 or d % n_head:
         raise ValueError(f"hadamard_path: d={d} is no multiple of n_head={n_head}")
     _check_orders(d, n_head, heads_only)
@@ -1347,7 +1348,7 @@ def hadamard_path(d, device, n_head=1, heads_only=False):
         return "PyTorch, as Triton is not installed"
     if _plan(d, n_head, heads_only, 16) is None:
         return "PyTorch, as the Triton kernel has no plan for this width"
-    dots = _has_dots(torch.device(device), heads_only) and _dot_plan(d, n_head)
+    dots = _has_dots(torch.device(device if torch.cuda.is_available() else "cpu"), heads_only) and _dot_plan(d, n_head)
     return "Triton kernel" + ", in 16 bits on tensor cores" * bool(dots)
 
 
@@ -2063,6 +2064,7 @@ if triton is not None:
                 m = tl.where(s + r < end, 0.0, float("-inf"))
             else:
                 m = tl.load(mask_ptr + s + r, s + r < end, float("-inf")).to(tl.float32)                # (N,)
+                m = tl.where(m > float("-inf"), tl.maximum(m, -1e38), m)  # or log2(e) times a dtype's least number would be -inf
             seen, at = (m > float("-inf"))[:, None], (s + r).to(tl.int64)[:, None]
             k = tl.load(k_ptr + at * ks + i, seen & (i < w), 0.0)                                       # (N, W)
             v = tl.load(v_ptr + at * vs + j, seen & (j < u), 0.0)                                       # (N, U)

@@ -691,6 +691,8 @@ def test_hadamard_triton_takes_what_it_can_hold(monkeypatch):
     beside = [kernels._norm_on_triton(torch.ones(1, 512).as_subclass(Cuda), torch.ones(1, 512, dtype=kind), *how)
               for kind, *how in ((torch.float32, 1, False), (torch.float64, 1, False), (torch.float32, 2, True))]
     assert [*fused, *beside] == [kernels.triton is not None and yes for yes in (True, False, True, False, False, True, False, False)]
+    dots = kernels.triton is not None and kernels.hadamard_path(768, "cuda")  # no error where there is no GPU to ask
+    assert not dots or torch.cuda.is_available() or dots == "Triton kernel, in 16 bits on tensor cores"
     monkeypatch.setattr(kernels, "_capability", lambda device: (9, 0))
     said = [kernels.hadamard_path(d, device) for d, device in ((64, "cpu"), (64, "cuda:1"), (2**17, "cuda"))]  # for the log
     assert said == ["PyTorch, small dense factors", *(("Triton kernel", "PyTorch, as the Triton kernel has no plan for this width")
@@ -1435,6 +1437,13 @@ def test_one_query_kernel_is_masked_attention_and_reads_only_what_it_may(dtype, 
     assert (~out.isfinite()).all(-1)[:, :, 0].tolist() == [[False, True], [True, False]]  # as in plain attention, and only there
     kernels._one_query_triton(where(2, 2, 1, 8), k, v, torch.full((1, 9), -math.inf, device=device, dtype=dtype), out.zero_())
     assert out.isnan().all()  # where nothing may be seen
+    for least in (torch.finfo(dtype).min, -2.4e38) if dtype != torch.float16 else ():  # as others mask: times log2(e) it was -inf
+        mask = torch.full((1, 9), least, device=device, dtype=dtype)
+        kernels._one_query_triton(where(2, 2, 1, 8), k, where(2, 2, 9, 8).abs() + 1, mask, out.zero_())
+        assert out[0].isfinite().all() and (out[0] >= 1).all()  # the mean of v
+        mask[0, 4] = 0
+        kernels._one_query_triton(where(2, 2, 1, 8), k, ones := where(2, 2, 9, 8), mask, out.zero_())
+        assert error(out[0], ones[0, :, 4:5]) < 1e-2
 
 
 def test_attention_of_one_query_takes_its_kernel_on_a_gpu_without_gradients():
@@ -6218,8 +6227,8 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         found = share("affine_norm", 32)  # twice the bytes of a copy, five times backward; of fo-pooling twice and 5.5 times
         assert found["dense", False] == 2 * 1.5 / 2.5 and found["dense", True] == 5 and "24 rows of 32" in tables[3]
         found = share("fo_pool", None)
-        assert found["fo-pool", False] == 2 * 1.5 / 2.5 and found["fo-pool", True] == 5.5 and "fo-pool, B 1, T 128, H 4;" in tables[5]
-        assert "24 rows of 36" in tables[4] and not share("affine_norm", 36)  # which is no one pass anywhere
+        assert found["fo-pool", False] == 2 * 1.5 / 2.5 and found["fo-pool", True] == 5.5 and "fo-pool, B 1, T 128, H 4;" in tables[6]
+        assert "24 rows of 36" in tables[5] and share("affine_norm", 36)["dense", False] == 1.2  # which is one pass on no GPU
         affine, norm, pool, ways = (layers[key] for key in (("affine", 32), ("affine_norm", 32), ("fo_pool", None), ("attention", 24)))
         for out, (y, (x,), w, _) in affine.items():  # each is what its name says
             H = torch.eye(32) if out == "identity" else layer_matrix(32, 2, out == "head_hadamard")
@@ -6282,14 +6291,15 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
                      for size, vocabulary in (("nano", 256), ("tiny", 50257)) for out in bench.OUTS]
                     + [("shaq", dict(preset=p), 205, True) for p in ("ffn", "mean_mem")])
     printed, said = capsys.readouterr()
-    assert "| model | parameters | tokens a step | ms | paper (V100), tokens/s | tokens/s | difference | MFU | peak MiB |\n" in printed
+    assert ("| model | parameters | tokens a step | ms | paper (V100), tokens/s | tokens/s | difference | MFU | CUDA graph | peak MiB |\n"
+            in printed)
     assert "train: 10 of 10 models" in said
     assert "**Training steps, compiled; MFU against 1e-05 TFLOP/s, as given** (" in printed
-    for line in ("tiny, dense | 1,000 | 450 | 1,500 ± 625 | – | 300 | – | 21.0% | 3,003",
-                 "tiny, hadamard | 1,000 | 450 | 2,500 ± 625 | – | 180 | – | 12.6% | 3,003",
-                 "ffn | 1,000 | 450 | 1,500 ± 625 | 10,730 | 225 | 0.02 times | 15.8% | 5,000",  # a CUDA graph's
-                 "mean_mem | 1,000 | 450 | 2,500 ± 625 | 12,315 | 150 | 0.01 times | 10.5% | 3,006",
-                 "mean_mem against ffn | 1.15 | 0.67 | -0.48 | +50.0%"):
+    for line in ("tiny, dense | 1,000 | 450 | 1,500 ± 625 | – | 300 | – | 21.0% | – | 3,003",
+                 "tiny, hadamard | 1,000 | 450 | 2,500 ± 625 | – | 180 | – | 12.6% | – | 3,003",
+                 "ffn | 1,000 | 450 | 1,500 ± 625 | 10,730 | 225 | 0.02 times | 15.8% | yes | 5,000",  # what it reserves
+                 "mean_mem | 1,000 | 450 | 2,500 ± 625 | 12,315 | 150 | 0.01 times | 10.5% | – | 3,006",
+                 "mean_mem against ffn, one of them without a CUDA graph | 1.15 | 0.67 | -0.48 | +50.0%"):
         assert f"| {line} |\n" in printed, line
     for given, dense, dva in (([], dict(n_layer=4, n_embd=256, n_head=4), dict(n_layer=4, n_embd=256)), (["--set=", "--set="], {}, {}),
                               (["--set=n_head=2,n_layer=3"], dict(n_head=2, n_layer=3), dict(n_layer=3))):
@@ -6521,6 +6531,17 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     assert compared("--model=shaq", "--set=", "--variant=", "--variant=lr=1") == [{}, dict(lr=1)]
     assert compared("--set=", "--set=lr=2,n_layer=3", "--set=", "--variant=", "--variant=lr=1") == [
         dict(lr=2, n_layer=3), dict(lr=1, n_layer=3)]
+    assert len(compared("--set=size=tiny", "--variant=", "--variant=block_size=1024")) == 2  # as long as the first, which does not name it
+    sdp = []  # whether cuDNN's attention, which rounds such a rate, may be taken: alike in all runs, however the variants are ordered
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: sdp.append((on, len(made))))
+        for rate in ("dropout=0.125", "dropout=0.1"):
+            compared("--variant=", f"--variant={rate}")
+        compared("--model=shaq")
+        patch.setattr(bench, "reproducible", lambda m: None)
+        patch.setattr(bench, "start", lambda args: model_py.Machine(torch.device("cuda"), torch.float32, 0, 1, ""))
+        compared("--model=shaq", "--set=", "--variant=dropout=0", "--variant=")  # there the default is a tenth
+    assert sdp == [(True, 0), (True, 0), (False, 0), (True, 0), (False, 0)]
     default = bench.parse("compare", [], False)
     assert (default.seeds, default.seed, default.equal) == (5, 1, "steps")  # as README's first commands leave them out
     monkeypatch.setattr(bench, "reproducible", lambda m: None)
@@ -6592,7 +6613,10 @@ def test_bench_counts_a_gpus_memory_without_what_was_there_before(monkeypatch):
                         ("memory_reserved", lambda d: 2**20 * len(emptied))):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "ones", lambda *a, device, **kw: real(*a, **kw))
+    streams = []  # of the products that make cuBLAS allocate: the usual one, and that of training steps
+    monkeypatch.setattr(bench, "beside", lambda device: contextlib.nullcontext(streams.append(device)))
     peak = bench.Peak(SimpleNamespace(device=GPU, dtype=torch.float32))
+    assert streams == [GPU]
     assert peak.mib() == 2.5 and asked == [GPU] and peak.held() == 1
     assert bench.Peak(machine("cpu", "float32")).mib() is None
 
@@ -6690,6 +6714,12 @@ def test_bench_kernels_compile_on_a_gpu_what_training_compiles_there(monkeypatch
         made.clear()
         bench.affine_rows(SimpleNamespace(gpu=gpu, rows=4, tensor_cores=True), machine("cpu", "float32"), 768)
         assert made == expected and titles[-1].endswith(", compiled but for hadamard_affine_norm") == bool(expected)
+    for gpu, fused in ((False, True), (True, False)):  # a width that is never one pass on a GPU: the sum and the norm stand there all the same
+        monkeypatch.setattr(bench, "shares", lambda args, m, title, fields, layers, *rest, **kw: titles.append((fields["op"], *layers)))
+        titles.clear()
+        bench.affine_rows(SimpleNamespace(gpu=gpu, rows=4, tensor_cores=True), machine("cpu", "float32"), 1280)
+        assert titles == [("affine", "dense", "identity", "hadamard", "transform alone, H_d"),
+                          ("affine_norm", "dense", "identity", "hadamard") + ("hadamard, by hadamard_affine_norm",) * fused]
 
 
 def test_bench_kernels_take_the_gradients_of_all_inputs_and_weights():
