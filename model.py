@@ -1811,7 +1811,7 @@ def main():
     add = parser.add_argument
     add("--ckpt", default="out/gpt/ckpt.pt", help="checkpoint file")
     add("--prompt", default="\n", help="text to continue (default a line break); one that begins with a dash: --prompt=-x")
-    add("--tokens", type=number(int, 0), default=500, help="how many tokens to add")
+    add("--tokens", type=number(int, 0, 2**32), default=500, help="how many tokens to add")
     add("--temperature", type=number(float, 0), default=0.8, help="0 takes the likeliest token each time")
     add("--top_k", type=number(int, 0), default=50, help="draw from the k likeliest tokens only; 0: from all")
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="the same seed gives the same text")

@@ -152,12 +152,12 @@ def flag01(text):
         raise argparse.ArgumentTypeError(f"expected 0 or 1, got {text!r}") from None
 
 
-def number(kind, low, high=float("inf")):
+def number(kind, low, high=2**62):
     """argparse type: an int or a float from low to high."""
     def parse(text):
         value = kind(text)
-        if not low <= value <= high or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"expected {low} {f'to {high}' if high < float('inf') else 'or more'}, got {text}")
+        if not low <= value <= high:  # nor a nan
+            raise argparse.ArgumentTypeError(f"expected {low} {f'to {high}' if high < 2**62 or value > high else 'or more'}, got {text}")
         return value
     parse.__name__ = kind.__name__  # argparse says "invalid int value"
     return parse
@@ -410,7 +410,7 @@ def diverged(m, path, what):
     """End a run that diverged; called on every rank, as all have the same figures."""
     m.leave()
     kept = f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
-    die(f"{what}. Lower --lr or raise --warmup_steps; {kept}")
+    die(f"{what}. Start anew, with a lower --lr or a longer --warmup_steps; {kept}")
 
 
 def git_commit():
@@ -610,7 +610,7 @@ class Source:
     tokenizer: str = "byte"
     size: int = 0
     digest: tuple = ("sha256", "")  # leave it out of a new entry: the error then prints the digest to enter
-    revised: bytes = b""  # for texts whose size and digest change: a pattern in every whole copy, but in no partial one or web page
+    revised: bytes = b""  # for texts whose size and digest change: a pattern in every whole copy, but in no part, other text or web page
     percent: tuple = (90,)  # where train ends and val starts, where val ends and test starts
 
 
@@ -621,7 +621,7 @@ DATASETS = {
                           digest=("sha256", "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")),
     "warandpeace": Source("https://www.gutenberg.org/cache/epub/2600/pg2600.txt", "gpt2", 3_292_505,
                           ("sha256", "3bb73e3f3bdc6b5e46f8ad49f750cc84883d96701d1057e2446b1d27cf8d974c"),
-                          revised=rb"END OF TH(E|IS) PROJECT GUTENBERG EBOOK"),
+                          revised=rb"(?s)\A(?!(\xef\xbb\xbf)?\s*<).*END OF TH(E|IS) PROJECT GUTENBERG EBOOK WAR AND PEACE"),
     "enwik8": Source("https://mattmahoney.net/dc/enwik8.zip", size=100_000_000,
                      digest=("sha1", "57b8363b814821dc9d47aa4d41f58733519076b2"), percent=(90, 95)),
     "fineweb10B": Source("https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main", "gpt2"),

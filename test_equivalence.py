@@ -2845,7 +2845,7 @@ def test_train_two_processes_are_one_with_accumulation(train, pair):
         assert all(a[i] == pytest.approx(b[i], abs=2e-5) for a, b in zip(one, both) for i in b), (one, both)
     assert list(both[0]) == list(range(6)) and list(both[1]) == [0, 3, 6]
     folder, said, ends = pair("halted")
-    assert [end[:2] for end in ends] == [[130, True]] * 2 and "; saved step 0 in " in said and "validation:" not in said
+    assert [end[:2] for end in ends] == [[130, False]] * 2 and "stopped before the first step" in said and "validation:" not in said
 
 
 def test_train_compiled_processes_are_one(train, pair):
@@ -4162,7 +4162,7 @@ def test_train_loss_that_is_not_finite_stops_and_the_checkpoint_stays(either, tm
     ckpt = load_checkpoint(str(path))
     torch.save(ckpt | dict(settings=ckpt["settings"] | dict(lr=1e30, min_lr=1e30)), path)
     before = path.read_bytes()
-    one_line(run("--resume", "--eval_interval=100", "--max_steps=9"), "step ", "Lower --lr", "ckpt.pt stays as it was")
+    one_line(run("--resume", "--eval_interval=100", "--max_steps=9"), "step ", "Start anew, with a lower --lr", "ckpt.pt stays as it was")
     one_line(run("--resume", "--eval_interval=1", "--max_steps=9"), "step 4: validation loss", "ckpt.pt stays as it was")
     with monkeypatch.context() as patch:  # of a loss that is
         patch.setattr(script, "clip_", lambda *a: torch.tensor(math.inf))
@@ -4287,9 +4287,14 @@ def test_train_stopped_in_an_evaluation_repeats_it_on_resume(either, tmp_path, m
     whole = ended(run(*flags, out="whole"))[3]
     for n, step in ((1, 0), (2, 3), (3, 6)):
         said, log = stopped(str(n), *flags)
-        assert f"; saved step {step} in" in said and f"step {step}/6  validation" not in said
-        assert list(losses(log)[1]) == [0, 3, 6][:n - 1] and load_checkpoint(str(tmp_path / str(n) / "ckpt.pt"))["step"] == step
-        assert losses(ended(run("--resume", flags[1], out=str(n)))[3]) == losses(whole)
+        assert (f"; saved step {step} in" if step else "before the first step; nothing to save\n") in said
+        assert list(losses(log)[1]) == [0, 3, 6][:n - 1] and f"step {step}/6  validation" not in said
+        assert not step or load_checkpoint(str(tmp_path / str(n) / "ckpt.pt"))["step"] == step
+        assert losses(ended(run(*(("--resume", flags[1]) if step else flags), out=str(n)))[3]) == losses(whole)
+    n, first = 1, {p.name: p.read_bytes() for p in (tmp_path / "2").iterdir()}
+    for _ in range(2):  # begun without --resume, noticed at once and stopped, twice: what the first run learnt is still there
+        assert "nothing to save" in stopped("2", *flags)[0]
+        assert {p.name: p.read_bytes() for p in (tmp_path / "2").iterdir() if p.name != "log.jsonl"} == {f"{k}.old": v for k, v in first.items()}
     if script is train_shaq:  # the test split, of whose checkpoint nothing is lost, and none written: it has the best one's weights
         n = 4
         said, log = stopped("4", *flags)
@@ -4302,7 +4307,7 @@ def test_train_stopped_in_an_evaluation_repeats_it_on_resume(either, tmp_path, m
         monkeypatch.setattr(train_gpt, "settle", lambda *a, settle=train_gpt.settle: (
             (both := settle(*a))[0].update(eval_windows="first"), both)[1])
         said, log = stopped("both", *flags)
-        assert "; saved step 0 in" in said and "step 0/6  validation" in said and "training split" not in said and not log[1:]
+        assert "nothing to save" in said and "step 0/6  validation" in said and "training split" not in said and not log[1:]
 
 
 def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
@@ -4365,6 +4370,13 @@ def test_train_bits_per_byte_of_a_part_in_gpt2_tokens_are_about(either, tmp_path
         (tmp_path / "data/part/meta.json").write_text(json.dumps(meta | dict(tokenizer=tokenizer, vocab_size=pd.VOCAB_SIZE[tokenizer])))
         said = ended(run("--dataset=part", f"--data_dir={tmp_path / 'data'}", "--max_steps=0", f"--eval_tokens={n}"))[1]
         assert re.search(rf", {about}\d+\.\d{{4}} bits per byte", said)
+    if script is train_shaq:  # the test split's, too
+        pd.prepare(str(tmp_path / "data/part"), "part", "byte", random_words(1800), "", percent=(80, 90))
+        for tokenizer, n, end in (("byte", 70, ", of"), ("gpt2", 70, ", of"), ("gpt2", 2**40, "\n")):
+            meta = json.loads((tmp_path / "data/part/meta.json").read_text())
+            (tmp_path / "data/part/meta.json").write_text(json.dumps(meta | dict(tokenizer=tokenizer, vocab_size=pd.VOCAB_SIZE[tokenizer])))
+            said = ended(run("--dataset=part", f"--data_dir={tmp_path / 'data'}", "--max_steps=0", f"--eval_tokens={n}"))[1]
+            assert re.search(rf"\ntest, best checkpoint: {'about ' * (tokenizer == 'gpt2' and n == 70)}\d+\.\d{{4}} bits per byte{end}", said), said
 
 
 def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch):
@@ -5600,7 +5612,7 @@ def test_data_small_promises(toy, monkeypatch, capsys):
 
 
 def test_data_book_has_plain_line_ends_and_an_end(tmp_path, capsys):
-    end, main = "*** END OF THE PROJECT GUTENBERG EBOOK", ["warandpeace", "--tokenizer=byte", f"--data_dir={tmp_path}"]
+    end, main = "*** END OF THE PROJECT GUTENBERG EBOOK WAR AND PEACE", ["warandpeace", "--tokenizer=byte", f"--data_dir={tmp_path}"]
     (tmp_path / "book").write_bytes(("\ufeff" + "größer\r\n" * 49 + end).encode())  # as Gutenberg's begins; no token of it
     with pytest.MonkeyPatch.context() as patch:  # it is the edition of these figures, whatever its line ends
         plain = ("\ufeff" + "größer\n" * 49 + end).encode()
@@ -5613,10 +5625,14 @@ def test_data_book_has_plain_line_ends_and_an_end(tmp_path, capsys):
     n = len(text) * 9 // 10  # characters, not bytes: the split is that of GPT-2's tokens
     assert (pd.decode("byte", d.train[:]), pd.decode("byte", d.val[:])) == (text[:n], text[n:])
     before = sorted(os.listdir(tmp_path / "warandpeace"))
-    for page in (b"<html>sign in</html>", "größer\r\n".encode() * 50):  # a page in the book's place; the first half of one
+    for page in (b"<html>sign in</html>", "größer\r\n".encode() * 50, f"größer {end[:-3]}Y".encode(),  # a page; half a book; another one
+                 f"\ufeff\n<html>größer {end}</html>".encode(), f"<!DOCTYPE html>größer {end}".encode()):  # the edition for browsers
         with server(page) as (url, _):
             fails(capsys, lambda: pd.main([*main, f"--url={url}"]), "is not warandpeace", "removed")
     assert sorted(os.listdir(tmp_path / "warandpeace")) == before
+    with server(f"\ufeffgrößer\n{end} ***\nMore < less.".encode()) as (url, _):
+        pd.main([*main, f"--url={url}"])
+    assert "is not the edition that our figures are for" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -6485,6 +6501,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["code", "--widths=100"], "'100' is none of 160, 768"), (["code", "--sm=12"], "invalid choice"),
         (["prefill", "--batch=8,0"], "1 or more, got 0"), (["prefill", "--T=8,x"], "invalid int value: '8,x'"),
         (["decode", "--compile=2"], "expected 0 or 1"), (["kernels", "--rows=0"], "--rows"), (["compare", "--seed=-1"], "--seed"),
+        (["compare", f"--set=warmup_steps={'9' * 400}"], "--warmup_steps: expected 0 to 4611686018427387904, got 999"),
         (["kernels", "train", "--widths=64", f"--out={tmp_path}/none.jsonl"], "bench.py train: unknown flag --widths"),
         (["params", "plot", f"--out={tmp_path}/none.jsonl"], "bench.py plot: unknown flag --out")):
         fails(capsys, lambda: bench.main(argv), words, status=2)

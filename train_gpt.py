@@ -327,7 +327,9 @@ def main():
 
     def leave(step):
         "To be called on every rank, after a signal to any of them"
-        if save(step):
+        if not step:  # nothing is learnt: it would only take an earlier run's place
+            say("stopped before the first step; nothing to save")
+        elif save(step):
             say(f"stopped; saved step {step} in {path}; go on with --resume"
                 + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={quote(s['out_dir'])}"))
         m.leave()

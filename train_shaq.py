@@ -299,7 +299,9 @@ def main():
 
     def leave(step):
         "To be called on every rank, after a signal to any of them"
-        if save(step, path):
+        if not step:  # nothing is learnt: it would only take an earlier run's place
+            say("stopped before the first step; nothing to save")
+        elif save(step, path):
             say(f"stopped; saved step {step} in {path}; go on with --resume"
                 + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={quote(s['out_dir'])}"))
         m.leave()
@@ -387,8 +389,9 @@ def main():
             m.leave()
             raise SystemExit(130)
         bpc = test / math.log(2) * len(data.test) / data.meta["bytes"]["test"]
-        say(f"test, {'best checkpoint' if best_there else 'last step'}: {bpc:.4f} bits per byte"
-            + f", of its first {s['eval_tokens']:,} {data.unit}s alone" * (s["eval_tokens"] < len(data.test) - 1))
+        part = s["eval_tokens"] < len(data.test) - 1
+        say(f"test, {'best checkpoint' if best_there else 'last step'}: {'about ' * (part and data.tokenizer != 'byte')}{bpc:.4f} bits per byte"
+            + f", of its first {s['eval_tokens']:,} {data.unit}s alone" * part)
         log(step=step, test_loss=test, test_bits_per_byte=bpc)
     else:
         say(f"{data.name} has no test split: the best validation loss is the last word")
