@@ -59,7 +59,7 @@ MILLIONS = {  # [1, table 2 and v1's table 3]: dense, Hadamard; the differences 
     "xxl_v1": ("5.6B", "5.1B"),
 }
 BOOK = {"gpt2_book": 162_419_712, "dva_book": 112_800_768}  # [2]'s totals; -37.6% of the time, on Kaggle's "GPU-100", a P100
-SHARNN_PUBLISHED, SHARNN_DEAD = 53_798_093, 24_576  # the published code, and what in it nothing reads
+SHARNN_PUBLISHED, SHARNN_DEAD = 53_798_093, 24_576  # parameters of the published code, and how many of them nothing reads
 ABLATIONS = {  # [3, tables 1 and 2]: hours an epoch on a V100, parameters, test bits per byte after 32 epochs of enwik8. The rows without
     # hours ran on another GPU, with a sharnn of 1.146 (attn3). mean_mem is 1.219 in the text and 1.208, sharnn's own figure, in the table.
     "sharnn": (2.16, "54M", 1.208), "no_boom": (1.84, "37M", 1.120), "ffn": (2.33, "71M", 1.158), "qrnn": (0.92, "45M", 1.126),
@@ -523,10 +523,10 @@ def paired(a, b):
     return d.mean(), standard_error(d)
 
 
-def paper_quality(kind, t):
-    """The papers' figure for this model, on any data: perplexity or, for SHAQ's presets at any width, bits per byte. None if the model is
-    not theirs"""
-    if kind == "shaq":
+def paper_quality(t):
+    """The papers' figure for this Trainer's model, on any data: perplexity or, for SHAQ's presets at any width, bits per byte. None if the
+    model is not theirs"""
+    if t.kind == "shaq":
         papers, figure = SHAQ_PRESETS[t.s["preset"]], ABLATIONS.get(t.s["preset"], (None,) * 3)[2]
     else:
         papers, (_, dense, hadamard) = SIZES[t.s["size"]], PERPLEXITY.get(t.s["size"], (None,) * 3)
@@ -618,7 +618,7 @@ def bench_compare(args):
                 model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=t.params,
                 tokens=sum(t.tokens), val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token, tokens_per_s=tokens_per_s,
                 peak_mib=t.peak.mib(), compiled=args.compile, dataset=data.name, settings=t.s | asdict(t.model.config),
-                bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), paper=paper_quality(kind, t), curve=curve))
+                bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), paper=paper_quality(t), curve=curve))
             record(args, **runs[-1])
             warn(f"seed {seed}  {texts[i] or 'default'}: {loss:.4f} {nats(data.bytes_per_token)}, {tokens_per_s:,.0f} tokens/s")
             del t
@@ -830,7 +830,7 @@ ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200's thre
 # its rate, moves one byte: 132 multiprocessors of 4 x 32 lanes
 
 
-def code_of(kind, sm=90, dtype="bf16", d=0, n_head=1, heads_only=False, residual="", **flags):
+def code_of(kind, sm, dtype, d=0, n_head=1, heads_only=False, residual="", **flags):
     """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "pre" ("forward" with pre for
     alpha and beta), "dots forward", "dots pre" or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d,
     "rope backward" and "one query" (of so many programs; instructions an element of k and v, of one round); flags: the kernel's;
@@ -1006,7 +1006,7 @@ def gains(t, average=np.mean):
 
 
 def gain_columns(variant, papers, gain, gain_error, share):
-    "papers: its tokens/s of dense and hadamard, {} if it has none"
+    "papers: the paper's tokens/s of dense and hadamard, {} if it has none"
     return {"paper's gain {:+.1%}": papers["hadamard"] / papers["dense"] - 1 if papers and variant == "hadamard" else None,
             "gain ± standard error": None if variant == "dense" else with_error(gain, gain_error, "+.1%"),
             "share of identity's gain {:.2f}": share}
@@ -1209,12 +1209,12 @@ def bench_train(args):
                 t.step(i)
             t.peak.forget()
             t.step(i + 1)
-            graphs[name] = t.update.on or getattr(t.update, "part", t.update).on
+            graphs[name] = t.update.on or getattr(t.update, "part", t.update).on  # of whole steps, or of a GPT's micro-batches
             memory[name] = t.peak.held() if graphs[name] else t.peak.mib()
             progress(len(rows) + len(trainers), sum(len(v) for *_, v in groups), began, "train", unit="models", scale=1)
         papers = {}
-        if kind == "shaq":  # tokens/s of the paper's model, at any width
-            papers = {n: 90e6 / (ABLATIONS[n][0] * 3600) for n, t in trainers.items() if ABLATIONS[n][0] and paper_quality("shaq", t)}
+        if kind == "shaq":  # tokens/s of the paper's model, at any width: enwik8's 90e6 training bytes in its hours an epoch
+            papers = {n: 90e6 / (ABLATIONS[n][0] * 3600) for n, t in trainers.items() if ABLATIONS[n][0] and paper_quality(t)}
         elif all(replace(t.model.config, attn="mha") == GPTConfig(**SIZES[t.s["size"]] | dict(attn="mha")) for t in trainers.values()):
             papers = dict(gpt2_book=1, dva_book=1 / (1 - 0.376))  # 15 min 47 s -> 9 min 51 s
         seconds = timed({n: t.step for n, t in trainers.items()}, m, args.rounds, least=0.0)
@@ -1234,11 +1234,10 @@ def bench_train(args):
         for name in others:
             paper = papers[name] / papers[base] if name in papers and base in papers else None
             x = rates[name] / rates[base]
-            share = gain.get(name.rpartition(", ")[2], {}).get("share")
             ratios.append({"": f"{name} against {base}" + ", one of them without a CUDA graph" * (graphs[name] != graphs[base]),
                            "paper, times as fast {:.2f}": paper, "measured {:.2f}": x,
                            "difference {:+.2f}": paper and x - paper, "time a token {:+.1%}": 1 / x - 1,
-                           "share of identity's gain {:.2f}": share})
+                           "share of identity's gain {:.2f}": gain.get(name.rpartition(", ")[2], {}).get("share")})
         for name in trainers if args.profile else ():
             with fits(f"{name}'s profile"):
                 # the profiler's own allocations leave a CPU fresh memory to write to, so its first step is not counted
@@ -1353,7 +1352,7 @@ def bench_scaling(args):
                          f"{t.steps * t.step_tokens / len(data.train):.1f} times")
                 curve, pace = t.run(f"run {sum(map(len, runs.values())) + 1} of {total}")
                 taken, _, loss, compute = curve[-1][:4]
-                papers[out] = paper_quality("gpt", t)
+                papers[out] = paper_quality(t)
                 runs[out].append(dict(
                     size=size, variant=out, seed=seed, lr=t.s["lr"], params=t.params, tokens=taken * t.step_tokens, compute=compute,
                     val_loss=loss, tokens_per_s=pace, dataset=data.name, bytes_per_token=data.bytes_per_token, curve=curve))
@@ -1378,13 +1377,12 @@ def bench_scaling(args):
                 f"against {base}": None if out == base else with_error(*paired(loss, [r["val_loss"] for r in others]))})
     table(args, f"Runs of equal FLOPs, {args.tokens_per_param:g} tokens per parameter of {base}, {data.name}, "
           f"{args.seeds} seed{'s' * (args.seeds > 1)}", rows)
-    rows, slopes, of_base = [], {}, None
+    rows, slopes, of_base = [], {}, loss_against_compute(at_best_rate(runs[base]))[1]
     for out in args.variants:
         best = at_best_rate(runs[out])
         slopes[out] = [slope(*loss_against_compute({z: [r for r in mine if r["seed"] == k] for z, mine in best.items()}))[0] for k in seeds]
         compute, loss = loss_against_compute(best)
         s, error, _ = slope(compute, loss)
-        of_base = loss if out == base else of_base
         over_seeds = standard_error(slopes[out])
         paper = slope(*zip(*paper_points(out)))[0] if out in OUTS[:2] else None
         rows.append({
@@ -1455,7 +1453,7 @@ def bench_loss(args):
     tokens = getattr(data, args.split)
     if tokens is None or len(tokens) < 129:
         die(f"{data.name} has {'no' if tokens is None else 'too short a'} {args.split} split: take another --split or --dataset")
-    bits_per_nat = len(tokens) / data.meta["bytes"][args.split] / math.log(2)  # a byte
+    to_bits = len(tokens) / data.meta["bytes"][args.split] / math.log(2)  # times nats per token: bits per byte
     for path, ckpt in zip(paths, ckpts):
         c = ckpt["config"]
         if ckpt["data"]["tokenizer"] != data.tokenizer or c["vocab_size"] < data.vocab_size:
@@ -1476,10 +1474,10 @@ def bench_loss(args):
         rows.append({
             "checkpoint": f"`{path}`", "parameters {:,}": sum(p.numel() for p in model.parameters()), "steps {:,}": ckpt.get("step"),
             f"{data.unit}s {{:,}}": len(found), f"loss, nats per {data.unit}": with_error(loss, error, "-.4f"),
-            "perplexity {:.4g}": math.exp(loss) if loss < 700 else math.inf, "bits per byte {:.4f}": loss * bits_per_nat,
+            "perplexity {:.4g}": math.exp(loss) if loss < 700 else math.inf, "bits per byte {:.4f}": loss * to_bits,
             "difference ± standard error": None if len(paths) == 1 else "baseline" if i == 0 else with_error(difference, difference_error)})
         record(args, ckpt=path, dataset=data.name, split=args.split, context=args.context, step=ckpt.get("step"), tokens=len(found), loss=loss,
-               error=error, bits_per_byte=loss * bits_per_nat, difference=difference, difference_error=difference_error)
+               error=error, bits_per_byte=loss * to_bits, difference=difference, difference_error=difference_error)
     table(args, f"Loss on {data.name}, {args.split} split; ± over 64 parts of it", rows)
 
 

@@ -1,5 +1,5 @@
 """
-Operators of the three papers, each with its derivative, each with a fast path for GPUs (Triton) and one for everything else (PyTorch).
+Operators of the three papers, each with a fast path for GPUs (Triton) and one for everything else (PyTorch).
 
     hadamard_matrix(n)                        the matrix itself, entries +1 and -1
     hadamard_transform(x, scale)              scale * (x @ H), a true H for every order that hadamard_matrix knows
@@ -7,7 +7,7 @@ Operators of the three papers, each with its derivative, each with a fast path f
     hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum; in one pass where that is faster
     fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [QRNN, eq. 4], on gates or on their logits
     rope_backward([dq, dk, dv], cos, sin)     the gradient of a joint projection to q, k, v where q and k took rotary positions
-    one_query_attention(q, k, v, mask)        softmax(q k^T / sqrt(w) + mask) v of a single query a head, for decoding
+    one_query_attention(q, k, v, mask)        softmax(q k^T / sqrt(w) + mask) v of a single query a head, for decoding, without a gradient
 
 To copy an operator into another repository:
     the Hadamard operators    everything above the comment "fo-pooling" (for the matrix alone, everything above "PyTorch path")
@@ -169,8 +169,7 @@ def _factors(d, n_head, heads_only, dtype, device):
 @lru_cache(4)
 def _copies(r, *key):
     "_factors' A, r times in memory, (r, a, a): every 16-bit product would copy an expanded A anew. 1 MB a thread at d = 1024"
-    A = _factors(*key)[0]
-    return A.repeat(r, 1, 1)
+    return _factors(*key)[0].repeat(r, 1, 1)
 
 
 def _blocks(x, n_head, heads_only):
@@ -202,7 +201,7 @@ def _blocks(x, n_head, heads_only):
 
 
 def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
-    "_transform_torch in as few calls as possible, in fp32: for a few rows (generation) calls cost more than the work, in 16 bits above all"
+    "_transform_torch in as few calls as possible, in fp32 or wider: for a few rows (generation), where calls cost more than the work"
     dtype = torch.promote_types(x.dtype, torch.float32)
     N, d = x.shape
     A, B = _factors(d, n_head, heads_only, dtype, x.device)
@@ -229,19 +228,19 @@ def _affine_rows(x, weight, shift, out):
     return out
 
 
-def _affine_grads(u, g, weight, of_u, w):
+def _affine_grads(u, g, weight, of_u, scratch):
     """Derivatives of y = weight * u + shift; u, g = dL/dy (n, d) -> weight * g (None unless of_u), sums over rows of u * g and of g. On a CPU
-    the derivative of BatchNorm (see above) is just that, in 16 bits 2.6 times as fast as plain passes. w (n, d) is scratch in u's dtype"""
+    the derivative of BatchNorm (see above) is just that, in 16 bits 2.6 times as fast as plain passes. scratch is (n, d) in u's dtype"""
     if u.dtype != g.dtype:  # a residual's gradient may be of any dtype
         u, g = (t.to(torch.promote_types(u.dtype, g.dtype)) for t in (u, g))
-        weight, w = weight.to(torch.promote_types(u.dtype, weight.dtype)), torch.empty_like(u)
+        weight, scratch = weight.to(torch.promote_types(u.dtype, weight.dtype)), torch.empty_like(u)
     # ones @ g is g.sum(0), up to 2.5 times faster on one thread; out= keeps it in fp32 under autocast. Not on a GPU, where it may be TF32 (a
     # CPU may use bf16 if torch.set_float32_matmul_precision("medium") asks for that)
     if u.dtype == weight.dtype and not u.is_cuda:
         ones, sums = u.new_ones(1, len(u)), u.new_empty(2, 1, u.shape[1])
-        torch.mm(ones, torch.mul(u, g, out=w), out=sums[0])
+        torch.mm(ones, torch.mul(u, g, out=scratch), out=sums[0])
         torch.mm(ones, g, out=sums[1])
-        return torch.mul(g, weight, out=w) if of_u else None, *sums[:, 0]
+        return torch.mul(g, weight, out=scratch) if of_u else None, *sums[:, 0]
     if u.device.type == "cpu" and len(u):  # without rows this operator divides by 0, which ends the process
         mean, var = torch.zeros_like(weight), torch.ones_like(weight)
         return torch.ops.aten.native_batch_norm_backward(g, u, weight, mean, var, None, None, False, 0.0, [of_u, True, True])
@@ -250,7 +249,7 @@ def _affine_grads(u, g, weight, of_u, w):
 
 
 def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
-    "alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; kept (N, d), if given, is filled with x @ H"
+    "alpha * scale * ((pre * x) @ H) + beta; alpha, beta, pre may be None; beta and kept want alpha. kept (N, d) is filled with x @ H"
     if x.numel() <= 2 ** 15 and beta is not None and pre is None and kept is None:
         return _few_rows_torch(x, alpha, beta, scale, n_head, heads_only)
     if x.dtype == torch.float16:  # x H may pass 65504 where the result does not; on a CPU fp32 products are faster, too
@@ -284,10 +283,10 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     r, transform = _blocks(x, n_head, heads_only)
     wide = torch.promote_types(x.dtype, torch.float32)
     dalpha, dbeta = (x.new_zeros(x.shape[1], dtype=wide) for _ in range(2))
-    weight, w = torch.ones_like(dalpha) if alpha is None else alpha.to(wide) * scale, x.new_empty(r, x.shape[1])
+    weight, scratch = torch.ones_like(dalpha) if alpha is None else alpha.to(wide) * scale, x.new_empty(r, x.shape[1])
     dx = x if alpha is None else torch.empty_like(x)  # without alpha only a stand-in: nothing is written
     for X, g, o in reversed(list(zip(x.split(r), dy.split(r), dx.split(r)))):  # last first: it may still be in cache
-        v, da, db = _affine_grads(transform(X) if alpha is None else X, g, weight, alpha is not None, w[:len(g)])
+        v, da, db = _affine_grads(transform(X) if alpha is None else X, g, weight, alpha is not None, scratch[:len(g)])
         if alpha is not None:
             transform(v, o)                                                               # (alpha * scale * g) H
         dalpha.add_(da)  # by blocks: added row by row, the sum of 65,536 equal gradients was 6e-4 off
@@ -597,8 +596,9 @@ if triton is not None:
 
     @triton.jit
     def _sign_bits(K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, ONE: tl.constexpr):
-        """Matrix I of 2 M^2 + 2: forward M^2 left blocks, then one right matrix; back one left, then M^2 right blocks. 256 numbers +-1 in 16
-        bits (ONE: those of 1), eight a thread, as mma wants them. K[I]: a bit for each lane, for two of the eight; H_2 gives the others"""
+        """Matrix I's 256 entries, +-1 in 16 bits (ONE: the bits of +1), eight a thread, as mma wants them. There are 2 M^2 + 2 matrices:
+        for the way forward M^2 left blocks, then one right matrix; for the way back one left matrix, then M^2 right blocks. K[I]: two
+        words, a bit for each lane: the signs of two of its eight entries. The others follow by H_2: negated where e = e' = 1"""
         q = tl.arange(0, 256)
         if I == M * M or I > M * M + 1:  # right, bits (1' 0' 2' 2 1, e' e 0): primes are the result's, e is a or c, digits are n's or l's
             sign = tl.where((q & 1) == 1, K[I][1], K[I][0]) >> (q >> 3) ^ q >> 2 & q >> 1
@@ -939,7 +939,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         sums = kind in ("grads", "backward")
         warps = 2 if sums and M * P <= (24 if kind == "backward" else 32) else 4  # with 2 numbers of 32 tiles it spills
         if sums and M * P > (16 if kind == "backward" else 32):  # else it would spill and take minutes to compile
-            each = max(1, each // 2)
+            each = 1
         if kind == "norm" or "few" in kind:  # more warps would repeat a narrow tile's work
             warps = max(1, W // (32 * (each if kind == "norm" else 1)))
         R = 1 if "few" in kind else max(1, each * 32 * warps // W)
@@ -959,7 +959,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             warps, numbers = 1, 48
         elif kind == "norm backward":  # six sets; with M tiles, M numbers at least, one of each
             warps, numbers = 1, max(24, M)
-        elif "few" not in kind and (bits == 16 or d <= 4096):  # a warp holds whole rows: only shuffles pass between its threads
+        elif kind == "forward" and (bits == 16 or d <= 4096):  # a warp holds whole rows: only shuffles pass between its threads
             if d <= 4096:
                 warps, numbers = 1, 48 if d <= 768 else 128
             else:
@@ -991,7 +991,7 @@ def _dot_plan(d, n_head, kind="forward"):
         M, MS, of_m = m // 4, 4 * C, [C, 2 * C]
     R = 1 + (len(bits) == 6)
     most, m_most = (2048, 12) if kind == "backward" else (4096, 20)
-    if triton is None or len(bits) < 6 or C < 8 or min(mh, mi) > 1 or m > m_most or R * d > most or kind == "backward" and d <= 1024:
+    if len(bits) < 6 or C < 8 or min(mh, mi) > 1 or m > m_most or R * d > most or kind == "backward" and d <= 1024:
         return None
     if R == 1:
         (a, s, c), l, n, tiles = bits[:3], sorted([*of_m, bits[3]]), bits[4:7], bits[7:]
@@ -1024,7 +1024,7 @@ def _capability(device):  # of an NVIDIA GPU; AMD's have (0, 0), and a CPU, wher
 
 
 def _has_dots(device, heads_only):
-    "Whether a mix of 16-bit rows may take the kernels on tensor cores, which NVIDIA has from Ampere on"
+    "Whether a mix of 16-bit rows may take the kernels on tensor cores, whose products in bf16 NVIDIA has from Ampere on"
     return TENSOR_CORES and not heads_only and _capability(device) >= (8, 0)
 
 
@@ -1078,7 +1078,7 @@ def _multiprocessors(device):  # the interpreter has as many as an H200
 def _programs(N, plan, warps, device, kind):
     """How many programs to launch of a kernel that sums over rows: as many as run at once, since more would run later, alone. A
     multiprocessor has registers for 8 warps of 255 a thread, 12 of 168 or 16 of 128. Which of these a kernel takes follows from how many
-    numbers of one tensor a thread holds, by its compiled code (Triton 3.9): above `most` 255"""
+    numbers of one tensor a thread holds, by its compiled code (Triton 3.9): with more than `most` it takes 255"""
     numbers = plan["R"] * plan.get("W", 512) * plan["M"] * plan["P"] // (32 * warps)
     most = 32 if kind == "backward" or kind == "grads" and plan["INNER"] else 48 if kind == "grads" else 0
     if kind == "norm backward" and not plan["INNER"]:
@@ -1139,7 +1139,7 @@ def _on_triton(x, n_head, heads_only, kind="forward"):
             _plan(x.shape[1], n_head, heads_only, x.element_size() * 8, kind) is not None)
 
 
-def _sums(x):
+def _empty_sums(x):
     "Two empty (d,), in fp32 or wider, for sums over the rows of x (N, d)"
     return tuple(x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(2))
 
@@ -1154,7 +1154,7 @@ def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | 
     return run(x, alpha, beta, pre, scale, n_head, heads_only)
 
 
-@_operator("hadamard_grads", lambda x, *_: _sums(x))
+@_operator("hadamard_grads", lambda x, *_: _empty_sums(x))
 def _hadamard_grads(x: torch.Tensor, dy: torch.Tensor, scale: float, n_head: int, heads_only: bool) -> tuple[torch.Tensor, torch.Tensor]:
     "(sum over rows of dy * scale * (x @ H), sum over rows of dy), both (d,) in fp32 (fp64 for fp64)"
     run = _grads_triton if _on_triton(x, n_head, heads_only) else _grads_torch
@@ -1170,7 +1170,7 @@ def _hadamard_kept(x: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, sca
     return _transform_torch(x, alpha, beta, None, scale, n_head, heads_only, u), u
 
 
-@_operator("hadamard_backward", lambda x, *_: (torch.empty_like(x), *_sums(x)))
+@_operator("hadamard_backward", lambda x, *_: (torch.empty_like(x), *_empty_sums(x)))
 def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, scale: float, n_head: int, heads_only: bool,
                        kept: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "-> (scale * ((alpha * dy) @ H), sum over rows of dy * scale * u, sum over rows of dy), u = x @ H; if kept, x is already u"
@@ -1297,7 +1297,7 @@ def _norm_backward_torch(x, out, stats, dout, dnormed, alpha, weight, has_shift,
 
 
 @_operator("hadamard_norm_backward", lambda x, out, stats, dout, dnormed, alpha, weight, has_shift, *_: (
-    torch.empty_like(x), torch.empty_like(out), *_sums(x), stats.new_empty(x.shape[1]), stats.new_empty(x.shape[1] if has_shift else 0)))
+    torch.empty_like(x), torch.empty_like(out), *_empty_sums(x), stats.new_empty(x.shape[1]), stats.new_empty(x.shape[1] if has_shift else 0)))
 def _hadamard_norm_backward(
         x: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, dout: torch.Tensor, dnormed: torch.Tensor, alpha: torch.Tensor,
         weight: torch.Tensor, has_shift: bool, scale: float, rms: bool, n_head: int, heads_only: bool
@@ -1337,8 +1337,8 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):
-    """In words, for a log: the path hadamard_affine takes on this device (always PyTorch's for fp64); on "cuda" where no GPU is, an H200's. The
-    same sizes raise ValueError."""
+    """In words, for a log: the path hadamard_affine takes on this device (always PyTorch's for fp64); on "cuda" where no GPU is, an H200's.
+    ValueError for sizes that hadamard_affine refuses."""
     if n_head < 1 or d % n_head:
         raise ValueError(f"hadamard_path: d={d} is no multiple of n_head={n_head}")
     _check_orders(d, n_head, heads_only)
@@ -1391,7 +1391,7 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     """alpha * (x @ H / sqrt(d)) + beta [1, eq. 1], in one pass over memory, with gradients of any order for x, alpha and beta.
 
     x: (..., d); dtypes and errors as for hadamard_transform. alpha, beta: tensors (d,) of any of these dtypes, often fp32 with bf16 rows;
-    each gradient has its tensor's dtype. Returns x's shape and dtype. Wrong shapes and an n_head that does not divide d are ValueErrors.
+    each gradient has its tensor's dtype. Returns x's shape and dtype. ValueError for wrong shapes, several devices, an n_head not dividing d.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d. For most sizes that is the same matrix; for all, the inner factor H_(d/h) can be
     folded into the value projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
     On tensor cores (16-bit rows of most widths from 256 to 4096) a row with an infinite number, or a sum beyond fp32's range, comes out all
@@ -1415,9 +1415,10 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     """y = residual + hadamard_affine(x, alpha, beta, n_head, heads_only), and LayerNorm(y) * weight + shift: the end of an attention block
     and the start of what follows, in one pass. rms = True takes RMSNorm.
 
-    x (..., d); residual (..., d), any float dtype, often wider; alpha, beta, weight, shift (d,); shift may be None. Returns y in residual's
-    dtype and its norm in x's, both (..., d); ValueError or TypeError for anything else. Differentiable to any order in all six. In bf16 one
-    pass moves 8 bytes an element. Off the Triton path, and where hadamard_norm_is_fused is False, two steps move 12.
+    x (..., d); residual (..., d), often wider; alpha, beta, weight, shift (d,), shift or None: fp16, bf16, fp32 or fp64 each. Returns y in
+    residual's dtype and its norm in x's, both (..., d); ValueError or TypeError for anything else, NotImplementedError under forward-mode
+    differentiation. Differentiable to any order in all six. In bf16 one pass moves 8 bytes an element. Off the Triton path, and where
+    hadamard_norm_is_fused is False, two steps move 12.
     """
     _reverse_mode_only("hadamard_affine_norm")
     rows, before = _as_rows("hadamard_affine_norm", x), _as_rows("hadamard_affine_norm", residual, "residual")
@@ -1795,7 +1796,7 @@ if triton is not None:
         """-> banks with equal strides and channels side by side (copies if need be), grid, steps of a segment, settings.
 
         With one warp to 32 channels an H200 (November 2026, B 16, T 1024, H 1024 in bf16) took 80 us forward and 125 backward: one warp on
-        each scheduler, waiting for itself. With four that share the channels it takes 46 and 99; the traffic alone, 33 and 57. If B * H is
+        each scheduler, waiting for itself. With four that share the channels it takes 46 and 101; the traffic alone, 33 and 57. If B * H is
         16384 or more, programs walk all of T. Otherwise T is cut into at most 128 segments, up to some 131072 (channel, warp) pairs; a
         first launch then reads z and f (backward f, o and dh) for the maps of all segments but one, in bf16 up to 4 N (6 N) bytes more.
         These bounds are by calculation; with them B 1, T 16384 took 75 and 126 us.
@@ -1927,8 +1928,8 @@ def fo_pool(z, f, o, c0=None):
 
     z, f, o (B, T, H), one dtype of float16, bfloat16, float32, float64; c0 (B, H), None for zeros. Returns h (B, T, H) in their dtype and
     c_last (B, H), the c0 of the next window. The state (c0, c_last) is float32 for 16-bit inputs, else in their dtype. Differentiable once
-    in all inputs, through h and c_last. Raises ValueError for shapes that do not fit, or c0 in another dtype, TypeError for other dtypes,
-    NotImplementedError under forward-mode differentiation.
+    in all inputs, through h and c_last. Raises ValueError for shapes that do not fit, c0 in another dtype, or several devices, TypeError for
+    other dtypes, NotImplementedError under forward-mode differentiation.
     """
     if z.dim() != 3 or not z.shape == f.shape == o.shape:
         raise ValueError(f"fo_pool: z, f, o must share one shape (B, T, H), got {tuple(z.shape)}, {tuple(f.shape)}, "
@@ -2021,7 +2022,7 @@ def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tenso
     """Gradients (B, h, T, w) of q, k and more parts, any strides -> that of the parts side by side, (B, T, parts * h * w). Those of q and k,
     whose pairs (x_2i, x_2i+1) were turned by the angles of cos and sin, (T, 1, w / 2) fp32, are turned back in fp32 or wider; the others
     are copied. Not differentiable. Other shapes of cos and sin that broadcast, such as tables for each sequence, take the PyTorch path.
-    ValueError if the parts' shapes differ (as with grouped queries), if w is odd, or for several devices."""
+    ValueError if the parts' shapes differ (as with grouped queries), w is odd, or for several devices; NotImplementedError in forward mode."""
     _reverse_mode_only("rope_backward")
     _check_devices("rope_backward", *grads, cos, sin)
     if any(g.shape != grads[0].shape or g.size(-1) % 2 for g in grads):
@@ -2103,7 +2104,7 @@ def one_query_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask:
     """softmax(q k^T / sqrt(w) + mask) v: q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u), of one dtype, any strides; mask (1, S) of floats, or
     None. Returns (B, h, 1, u). Not differentiable. On a GPU, in fp32, bf16 and fp16, for heads up to 256, by Triton: fp32 in between, and
     positions at -inf are not read, so that not even a NaN there counts (if all are, the result is NaN). Else PyTorch's operator. ValueError
-    for other shapes (as with grouped queries), a mask of another kind, or several devices."""
+    for other shapes (as with grouped queries), a mask of another kind, or several devices; NotImplementedError in forward mode."""
     _reverse_mode_only("one_query_attention")
     _check_devices("one_query_attention", *(t for t in (q, k, v, mask) if t is not None))
     (B, h, _, w), (*_, S, u) = q.shape, v.shape

@@ -152,12 +152,14 @@ def flag01(text):
         raise argparse.ArgumentTypeError(f"expected 0 or 1, got {text!r}") from None
 
 
-def number(kind, low, high=2**62):
-    """argparse type: an int or a float from low to high."""
+def number(kind, low, high=None):
+    """argparse type: an int or a float from low to high (None: to 2^62, or whatever is finite)."""
+    most = high if high is not None else 2**62 if kind is int else sys.float_info.max
+
     def parse(text):
         value = kind(text)
-        if not low <= value <= high:  # nor a nan
-            raise argparse.ArgumentTypeError(f"expected {low} {f'to {high}' if high < 2**62 or value > high else 'or more'}, got {text}")
+        if not low <= value <= most:  # a nan, too
+            raise argparse.ArgumentTypeError(f"expected {low} {'or more' if high is None and not value > most else f'to {most}'}, got {text}")
         return value
     parse.__name__ = kind.__name__  # argparse says "invalid int value"
     return parse

@@ -5901,7 +5901,7 @@ def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
 def test_bench_prints_a_papers_figure_beside_the_papers_model_alone(monkeypatch):
     def quality(kind, name, **changed):
         config = (GPTConfig(**SIZES[name] | changed) if kind == "gpt" else SHAQConfig(**SHAQ_PRESETS[name] | changed))
-        return bench.paper_quality(kind, SimpleNamespace(s=dict(size=name, preset=name), model=SimpleNamespace(config=config)))
+        return bench.paper_quality(SimpleNamespace(kind=kind, s=dict(size=name, preset=name), model=SimpleNamespace(config=config)))
 
     assert quality("gpt", "small") == quality("gpt", "small", block_size=64) == 21.54
     assert quality("gpt", "base", attn_out="hadamard") == 17.35
