@@ -2289,6 +2289,18 @@ def test_run_machine_says_what_it_chose(monkeypatch):
     assert auto.device.type == "cpu" and "--device=mps takes yours" in auto.note
     x = torch.randn(3)
     assert m.mean(x) is x
+    seen, there = [], model_py.Machine(torch.device("meta"), torch.float32, 0, 2, "")
+    there.mean = lambda x: seen.append(x.device.type) or torch.ones(())
+    assert there.all(True) and seen == ["meta"]  # NCCL takes nothing that lies elsewhere
+    with monkeypatch.context() as patch:  # the best of each: a stall between two measurements says nothing
+        patch.setattr(torch.cpu, "get_capabilities", lambda: dict(avx512_bf16=True))
+        rates = iter((2.0, 1.0, 0.5, 1.0, 0.5, 1.0))
+        patch.setattr(model_py, "product_rate", lambda *a: next(rates))
+        assert machine("cpu").dtype == torch.bfloat16
+    with monkeypatch.context() as patch:
+        ticks = iter((0, 0.4, 1, 1.1, 2, 2.6))
+        patch.setattr(model_py, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        assert model_py.product_rate(torch.device("cpu"), torch.float32, 8) == pytest.approx(2 * 8**3 / 0.1)
     one_of_four_fails = model_py.Machine(m.device, m.dtype, 0, 4, "")
     one_of_four_fails.mean = lambda x: x * 0 + 0.75
     assert m.all(True) and not m.all(False) and not one_of_four_fails.all(True)
@@ -2677,7 +2689,7 @@ def test_train_reads_every_window_once_an_epoch_in_another_order():
     assert x[:, 0].tolist() == epochs[0][1][1:3] and torch.equal(y, x + 1)
 
 
-def test_train_evaluation_by_hand():
+def test_train_evaluation_by_hand(monkeypatch):
     m, tokens, cpu = make(dropout=0.5), np.random.default_rng(0).integers(0, 97, 97), machine("cpu", "float32")
     second = replace(cpu, rank=1, world=2)
     second.mean = lambda x: x  # its own windows alone: the two share the work
@@ -2690,6 +2702,11 @@ def test_train_evaluation_by_hand():
         assert found == pytest.approx(F.cross_entropy(m.eval()(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item())
     whole, five = (train_gpt.evaluate(m, t, 10**9, 2, cpu) for t in (tokens[:96], tokens[:81]))
     assert whole == five  # the sixth window has no token after its last
+    moved = []  # NCCL adds up nothing that is not on the GPU
+    monkeypatch.setattr(train_gpt, "stack", lambda *a, stack=train_gpt.stack: stack(*a[:-1], torch.device("cpu")))
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, *a, **kw: moved.append(a) or t)
+    train_gpt.evaluate(m, tokens, 64, 2, replace(cpu, device=GPU))
+    assert moved[-1] == (GPU,)
 
 
 def test_train_flags_reach_the_model_the_optimiser_and_the_data(train, tmp_path, monkeypatch):
@@ -3057,11 +3074,15 @@ def test_run_an_error_ends_a_process_of_several_without_pythons_shutdown(monkeyp
 def test_sample_without_flags_is_what_help_says(tmp_path, monkeypatch, capsys):
     os.makedirs(tmp_path / "out/gpt")
     save_model(tmp_path / "out/gpt/ckpt.pt", make(vocab_size=256))
-    asked = unittest.mock.Mock(return_value=torch.tensor([[104, 256, 105]]))
+    asked, moved = unittest.mock.Mock(return_value=torch.tensor([[104, 256, 105]])), []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(GPT, "generate", asked)
     monkeypatch.setattr(sys, "argv", ["model.py"])
-    model_py.main()
+    monkeypatch.setattr(GPT, "to", lambda model, device: moved.append(device.type) or model)
+    with unittest.mock.patch.object(torch, "load", wraps=torch.load) as load:
+        model_py.main()
+    assert load.call_args.kwargs == dict(map_location="cpu", weights_only=True)  # a checkpoint made on a GPU, on a laptop
+    assert moved == ["cuda" if torch.cuda.is_available() else "cpu"]
     (idx, *given), more = asked.call_args
     assert idx.tolist() == [[10]] and given == [500, 0.8, 50] and more["generator"].initial_seed() == 0
     assert capsys.readouterr().out == "hi\n"  # the first id that stands for no byte is left out
@@ -3924,10 +3945,13 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
     @contextlib.contextmanager
     def graph(it, pool, stream, capture_error_mode):
         assert not gc.isenabled() and collected == [1]
+        assert (pool, stream) == (shared, side)  # all steps' graphs work in one place, and add to gradients on one stream
         assert capture_error_mode == "thread_local"  # or another thread's calls, those of one that pins memory, would end it
         yield
         recorded.append(it)
 
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    assert model_py.side_stream(99, True) is model_py.side_stream(99, True) is not model_py.side_stream(99, False)
     (now, side), streams, collected, recorded, ran, kept = (unittest.mock.MagicMock() for _ in range(2)), [], [], [], [], torch.zeros(3)
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
     monkeypatch.setattr(model_py, "side_stream", lambda device, step: streams.append(step) or side)
@@ -3939,11 +3963,11 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
         assert streams.pop() and not now.wait_stream.called
     now.wait_stream.assert_called_once_with(side)
     works = lambda: ran.append(kept.add_(1)), lambda: ran.append(kept.add_(1)) or 1 / (len(ran) % 2)
-    for enabled, pool, work in itertools.product((True, False), (None, "pool"), works):
+    for enabled, shared, work in itertools.product((True, False), (None, "pool"), works):
         (gc.enable if enabled else gc.disable)()
         ran.clear(), recorded.clear(), collected.clear(), now.reset_mock(), side.reset_mock()
         try:
-            assert model_py.captured(work, GPU, [kept], pool) == "replay" and len(ran) == 2 and len(recorded) == 1
+            assert model_py.captured(work, GPU, [kept], shared) == "replay" and len(ran) == 2 and len(recorded) == 1
         except ZeroDivisionError:
             assert len(ran) == 2 and not recorded
         finally:
@@ -3952,7 +3976,7 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
         assert not kept.any()  # what the run before it wrote is taken back
         side.wait_stream.assert_called_once_with(now)  # and each stream waits for the other
         now.wait_stream.assert_called_once_with(side)
-        assert was == enabled and streams.pop() == (pool is not None)  # a step's graph, and no other, on the steps' stream
+        assert was == enabled and streams.pop() == (shared is not None)  # a step's graph, and no other, on the steps' stream
 
 
 @pytest.mark.parametrize("preset", ["sharnn", "qrnn", "shaq", "mean_mem"])
@@ -4116,6 +4140,14 @@ def either(request):
     six = [] if request.param == "gpt" else ["--max_steps=6", "--eval_interval=3"]
     return (train_gpt if request.param == "gpt" else train_shaq,
             lambda *flags, **kw: train(*([] if "--resume" in flags else six), *flags, **kw))
+
+
+def test_train_resumed_beside_a_run_that_has_just_ended_ends(either, monkeypatch):
+    "It read an older checkpoint than lies there now, and would cut the other's log back to that"
+    script, run = either
+    ended(run("--max_steps=1"))
+    monkeypatch.setattr(script, "load_checkpoint", lambda *a: (ckpt := load_checkpoint(*a)) | dict(written=ckpt["written"] - 1))
+    one_line(run("--resume", "--max_steps=2"), "another has just ended")
 
 
 def test_train_stopped_just_before_an_evaluation_makes_it_on_resume_wherever_it_lies(either, run_here, tmp_path, monkeypatch):
@@ -4471,7 +4503,8 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         ended(train_shaq_here("--resume", "--max_steps=25", out="parts"))
     else:  # in a fresh process
         argv = [HERE / "train_shaq.py", "--resume", "--max_steps=25", "--out_dir=parts", "--data_dir=data", "--device=cpu"]
-        assert not subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stderr
+        said = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stderr
+        assert not [line for line in said.splitlines() if not line.startswith("sample: ")]  # whose progress a busy machine shows
     one, two = losses(whole)[0], losses(records(tmp_path / "parts"))[0]
     assert len(one) == 25 and one == two
     tokens, epochs = ([r[k] for r in whole if "loss" in r] for k in ("tokens", "epoch"))
@@ -5072,6 +5105,17 @@ def test_data_download_begins_anew_where_the_source_changed_meanwhile(corpus):
             corpus.main(f"--url={url}")
         assert seen == asked and corpus.zip.read_bytes() == corpus.packed
         corpus.zip.unlink()
+    corpus.part.write_bytes(corpus.packed + b"more")  # a server has nothing that comes after
+    with server(corpus.packed) as (url, seen):
+        corpus.main(f"--url={url}")
+    assert seen[-1] is None and corpus.zip.read_bytes() == corpus.packed
+
+
+def test_data_download_of_a_reply_that_is_no_http_is_one_line(corpus, capsys, monkeypatch):
+    def reply(*a, **kw):
+        raise http.client.BadStatusLine("hello")
+    monkeypatch.setattr(pd.urllib.request, "urlopen", reply)
+    fails(capsys, lambda: corpus.main("--url=http://127.0.0.1:9/enwik8.zip"), "hello")
 
 
 def test_data_from_file_is_left_as_it_is_and_not_kept(corpus):
@@ -5200,9 +5244,9 @@ def test_data_inputs_add_up_without_byte_order_marks(tmp_path, capsys, monkeypat
     assert pd.decode("byte", [*x.train[:], *x.val[:]]) == "a" * 100 + "b" * 100 + "c" * 100
     assert pd.decode("byte", x.train[98:102]) == pd.decode("byte", torch.tensor([97, 97, 98, 98])) == "aabb"  # arrays as lists
     before = (tmp_path / "x/train.bin").read_bytes()
-    for place in ("x", "x/../x"):
-        fails(capsys, lambda: pd.main(["--input", f"{tmp_path}/a", f"{tmp_path}/{place}/train.bin", "--name=x", f"--data_dir={tmp_path}"]),
-              "train.bin would be written over", "another --name")
+    for place in ("x/train.bin", "x/../x/train.bin", "x/val.bin", "x/meta.json"):
+        fails(capsys, lambda: pd.main(["--input", f"{tmp_path}/a", f"{tmp_path}/{place}", "--name=x", f"--data_dir={tmp_path}"]),
+              f"{place[-9:].lstrip('/')} would be written over", "another --name")
     assert (tmp_path / "x/train.bin").read_bytes() == before
     monkeypatch.chdir(tmp_path)
     pd.main(["--input", "a", "--name=z"])
@@ -5211,6 +5255,14 @@ def test_data_inputs_add_up_without_byte_order_marks(tmp_path, capsys, monkeypat
         (tmp_path / "n").write_bytes(bytes(n))
         pd.main(["--input", "n", "--name=n"])
         assert capsys.readouterr().err[:31] == words
+
+
+def test_data_processes_wait_for_the_first_to_prepare(monkeypatch):
+    seen, data = [], SimpleNamespace(train=[1], val=[1], test=None)
+    monkeypatch.setattr(pd, "load_dataset", lambda *a: seen.append("load") or data)
+    for rank in (0, 1):
+        pd.shared_dataset(dict(dataset="", data_dir=""), SimpleNamespace(rank=rank, all=lambda done: seen.append("wait")))
+    assert seen == ["load", "wait", "load", "wait", "load"]  # where files cannot be locked, this alone keeps them apart
 
 
 def test_data_one_process_at_a_time_prepares_a_folder(corpus):
@@ -5251,7 +5303,10 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
         (MemoryError(), "out of memory: take a smaller"), (RuntimeError("can't start new thread"), "out of memory: take a smaller"),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."), "out of memory: take a smaller"),  # Windows
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore"), "out of memory: take a smaller", "2.00 GiB"),
-        (RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"), "another process ended"),
+        *((RuntimeError(f"[../gloo/transport/tcp/pair.cc:553] Connection {what} by peer [::1]:1"), "another process ended")
+          for what in ("closed", "reset")),
+        (RuntimeError("Storage size calculation overflowed with sizes=[9]"), "out of memory"),
+        (OSError(errno.ENOENT, "No such file", "x/y"), "is the folder"),
         *((OSError(n, os.strerror(n), "x/y"), "x/y: ", "; choose what you may read") for n in (errno.EACCES, errno.EPERM)),
         (OSError(errno.EROFS, "Read-only file system", "x/y"), "x/y: Read-only file system; choose a place you may write to"),
         *((OSError(n, os.strerror(n), "x/y"), "x/y: ", "; free some space") for n in (errno.ENOSPC, errno.EDQUOT)),  # one's share is full
@@ -5296,6 +5351,9 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
         pd.end_progress()
         assert capsys.readouterr().err == "\r" + 79 * " " + "\r" and not pd.progress.open  # wiped out, and once
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "some/folder")
+    monkeypatch.setitem(sys.modules, "tiktoken", tiktoken := unittest.mock.Mock())
+    pd.gpt2.__wrapped__()
+    tiktoken.get_encoding.assert_called_once_with("r50k_base")
     for module, words in ((None, ["pip install tiktoken"]),
                           (SimpleNamespace(get_encoding=unittest.mock.Mock(side_effect=OSError("no route"))),
                            ["r50k_base (OSError)", " 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4 in a folder", "(now some/folder)"])):
@@ -5389,6 +5447,7 @@ def test_data_a_log_is_gone_on_with_from_the_checkpoint_and_a_damaged_one_from_i
         pd.Log(path, dict(resumed=True), resume_step=2).file.close()
         assert records(tmp_path) == [dict(settings={}), dict(step=0), dict(resumed=True)]
         assert ("line 3 is damaged" in capsys.readouterr().err) == (not last) == os.path.exists(path + ".damaged")
+    assert (tmp_path / "log.jsonl.damaged").read_text() == "\n".join(lines) + "\n"  # all of it
     (tmp_path / "log.jsonl").write_text('{"settings": {}}\n{"step": 0}')  # cut short by no more than its end
     pd.Log(path, dict(resumed=True), resume_step=2).file.close()
     assert records(tmp_path) == [dict(settings={}), dict(resumed=True)]
@@ -5403,7 +5462,10 @@ def test_data_one_run_at_a_time_writes_to_a_folder(tmp_path, earlier):
     kept = ["ckpt.pt.old", "log.jsonl.old"] if earlier else ["log.jsonl.old.tmp"]
     assert sorted(os.listdir(tmp_path)) == sorted(["log.jsonl", *kept])  # what a killed run had begun is written over
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import prepare_data; prepare_data.Log({path!r}, dict(theirs=1))"
+    (tmp_path / "ckpt.pt").write_text("mine")
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (tmp_path / "ckpt.pt").read_text() == "mine"  # a second start by mistake takes nothing from the run that is on
+    (tmp_path / "ckpt.pt").unlink()
     assert other.returncode == 1 and other.stderr.startswith("error: another run writes ") and other.stderr.count("\n") == 1, other.stderr
     log(step=0)
     assert records(tmp_path) == [dict(mine=1), dict(step=0)]
@@ -5585,8 +5647,9 @@ def test_data_small_promises(toy, monkeypatch, capsys):
     assert capsys.readouterr().err == "x: 30.0 of 50.0 MB (60%), 2.0 MB/s, 0m10s left\nx: 30.0, 3.0 MB/s\n"
     assert [pd.duration(s) for s in (3725, 125, 0.4, 59.5)] == ["1h02m", "2m05s", "0m00s", "1m00s"]
     assert {name: d.percent for name, d in pd.DATASETS.items() if d.percent != (90,)} == dict(enwik8=(90, 95))
-    assert {name: (d.size, d.digest[1][:8]) for name, d in pd.DATASETS.items() if d.size} == dict(
-        shakespeare=(1_115_394, "86c4e6aa"), warandpeace=(3_292_505, "3bb73e3f"), enwik8=(10**8, "57b8363b"))
+    assert {name: (d.size, *d.digest) for name, d in pd.DATASETS.items() if d.size} == dict(
+        shakespeare=(1_115_394, "sha256", "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
+        warandpeace=(3_292_505, "sha256", "3bb73e3f3bdc6b5e46f8ad49f750cc84883d96701d1057e2446b1d27cf8d974c"), enwik8=(10**8, "sha1", "57b8363b814821dc9d47aa4d41f58733519076b2"))
     assert {name for name, source in pd.DATASETS.items() if source.tokenizer == "gpt2"} == {"warandpeace", "fineweb10B"}
     assert len({pd.Dataset("x", "byte", 256, 1.0, (), (), None, dict(sha256=v)).source["sha256"]
                 for v in ("a", dict(x="1"), dict(x="2"), dict(y="1"), dict(x="1", y="1"), dict(y="1", x="1"))}) == 5  # in whatever order
@@ -5896,6 +5959,15 @@ def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
             "paper's gain | gain ± standard error | share of identity's gain | peak MiB |\n") in printed
     bench_run(tmp_path, "decode", "--sizes=tiny", "--batch=2048,1024", "--T=2", "--new_tokens=64", "--compile=1", "--runs=4")
     assert "paper" not in capsys.readouterr().out  # which has no figure for such prompts
+    events = []  # the peak is that of running, without gradients, not of making and compiling
+    monkeypatch.setattr(bench, "Peak", lambda m: SimpleNamespace(forget=lambda: events.append("forget"), mib=lambda: None))
+    monkeypatch.setattr(bench, "timed", lambda work, *a, **kw: dict.fromkeys(work, np.ones(3)))
+    Model.__call__ = lambda self, idx: events.append(torch.is_grad_enabled())
+    Model.hidden = lambda self, idx, *a: events.append(torch.is_grad_enabled()) or torch.zeros(*idx.shape, 3)
+    for what, ran in ("prefill", [False]), ("decode", [False, False]):
+        events.clear()
+        bench_run(tmp_path, what, "--sizes=small", "--batch=2", "--T=2", "--compile=0", *["--new_tokens=1"] * (what == "decode"))
+        assert events == [*ran, "forget", *ran] * 4
 
 
 def test_bench_prints_a_papers_figure_beside_the_papers_model_alone(monkeypatch):
@@ -6482,9 +6554,13 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["scaling", "--sizes=1x16,2x20"], "n_embd=20 must be a multiple of n_head=4, by an even number"),
         *((["compare", "--variant=", f"--variant={n}=4"], "--set") for n in ("batch_tokens", "dataset", "block_size", "eval_tokens")),
         *((["compare", "--model=shaq", "--variant=", f"--variant={n}=9"], "--set") for n in ("bptt", "batch", "data_dir")),
-        (["compare", "--variant=max_minutes=1"], "max_minutes is not for"), (["compare", "--variant=lr=1,lr=2"], "each name once"),
+        *((["compare", f"--variant={text}"], f"{text.partition('=')[0]} is not for bench.py's runs")
+          for text in ("dtype=float32", "device=cpu", "compile=1", "eval_interval=9", "out_dir=x", "max_minutes=1", "seed=3")),
+        *((["scaling", f"--set={text}"], f"scaling chooses {text.partition('=')[0]} itself")
+          for text in ("size=tiny", "n_layer=3", "n_embd=8", "attn_out=none", "max_steps=9", "lr=1", "min_lr=0")),
+        (["compare", "--variant=lr=1,lr=2"], "each name once"),
         *((["compare", f"--equal={e}", "--variant=", "--variant=max_steps=9"], f"--equal={e} decides") for e in ("steps", "flops")),
-        (["compare", "--variant=seed=1"], "seed is not for"), (["compare", "--set=max_steps=0"], "max_steps=0"),
+        (["compare", "--set=max_steps=0"], "max_steps=0"),
         (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"), (["scaling", "--set=", "--set=lr=1"], "rates in --lr"),
         (["scaling", "--sizes=nano,nano"], "two sizes or more"),
         (["kernels", "--widths=71"], "nearest that work"),
@@ -6689,6 +6765,15 @@ def test_bench_kernels_share_of_the_backward_pass_is_the_difference_of_both_and_
     assert [line.split(" | ")[5:7] for line in lines] == [["1.38", "1.40"], ["1.38", "–"], ["1.57", "–"], ["–", "–"]]
 
 
+def test_bench_kernels_time_forward_as_it_is_without_training(tmp_path, monkeypatch):
+    modes, rows = [], [torch.ones(5, 2)]
+    monkeypatch.setattr(bench, "timed", lambda work, *a: {k: np.ones(3 + bool(f(0) is None)) for k, f in work.items()})
+    args = SimpleNamespace(gpu=False, rounds=3, what="kernels", run="", hardware="", git="", out=str(tmp_path / "kernels.jsonl"))
+    double = lambda x: modes.append(torch.is_grad_enabled()) or 2 * x
+    bench.shares(args, machine("cpu", "float32"), "", {}, dict(a=(double, (), [rows], [rows], None)), "a")
+    assert modes == [False, True]
+
+
 def test_bench_kernels_time_the_linear_attention_librarys_recurrence_on_a_gpu(monkeypatch, capsys):
     def recurrence(x, g):  # as that library's documentation has it
         h = [torch.zeros_like(x[:, 0])]
@@ -6863,6 +6948,8 @@ def test_bench_eval_log_likelihoods_are_those_computed_by_hand(capsys, monkeypat
     found = scorer.loglikelihood([SimpleNamespace(args=p) for p in pairs]) + scorer.score([(list(b"go"), [likeliest])])
     low = bench.Scorer(model, "byte", model_py.Machine(torch.device("cpu"), torch.bfloat16, 0, 1, ""))
     assert 0 < abs(low.score([(list(b"go"), list(b"on"))])[0][0] - scorer.score([(list(b"go"), list(b"on"))])[0][0]) < 0.5  # by the caption's dtype
+    found_low = torch.tensor(low.score([(list(b"go"), list(b"on"))])[0][0])
+    assert found_low.bfloat16() != found_low  # but for the logits no further: in bf16 the sums of two answers would be equal
     with torch.no_grad():
         expected = [by_hand(model, *t) for t in tokens] + [by_hand(model, b"go", [likeliest])]
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected] and found[-1][1] and not all(g for _, g in found)
@@ -6917,7 +7004,8 @@ def test_bench_reads_training_logs(tmp_path):
     assert bench.read_logs([tmp_path / "log.jsonl"])[0]["hardware"] == "a CPU; 2 processes, then a GPU"  # where it was resumed
     for name, config in (("a", dict(attn="dva")), ("b", dict(attn="mha")), ("c", dict(attn="mha")), ("d", dict(attn="mha", mlp="none"))):
         os.makedirs(tmp_path / name)
-        follow = dict.fromkeys(("seed", "warmup_steps", "min_lr"), ord(name))
+        follow = dict.fromkeys(("out_dir", "data_dir", "seed", "device", "eval_interval", "eval_tokens", "micro_batch", "max_steps", "max_minutes",
+                                "paced", "min_lr", "warmup_steps", "mean_window"), ord(name))
         head = dict(settings=follow | dict(lr=1e-3 if name < "c" else 2e-3), config=config | dict(attn_out="dense"), machine="")
         (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [head, *lines[1:]]))
     logs = [tmp_path / name / "log.jsonl" for name in "abcd"]
