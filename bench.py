@@ -754,7 +754,7 @@ def affine_rows(args, m, d):
             after[f"{k}, by hadamard_affine_norm"] = one_pass(only), (alpha, beta, weight, shift)
     # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
     shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}"
-           + ", compiled but for hadamard_affine_norm" * compiled,
+           + compiled * (", compiled" + " but for hadamard_affine_norm" * (len(after) > len(layers))),
            dict(op="affine_norm", d=d, rows=args.rows, n_head=h, tensor_cores=args.tensor_cores),
            {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=x)
 
@@ -1175,7 +1175,7 @@ def generate_rows(args, m, copy):
 def bench_train(args):
     """Forward, backward and update of every variant of the three models on random tokens, interleaved, so that all share the same minutes.
     ms: median ± half the interquartile range of --rounds steps; tokens/s by the median or, for SHAQ, whose steps vary in length, the mean.
-    On a GPU, peak MiB are those allocated or, where a step is one CUDA graph, reserved."""
+    On a GPU, peak MiB are those allocated or, where CUDA graphs hold steps or micro-batches, reserved."""
     m = start(args)
     peak, source = peak_flops(m)
     alone = args.models == ["shaq"]

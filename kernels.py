@@ -2101,10 +2101,11 @@ def _one_query_fake(q, k, v, mask):
 
 @_operator("one_query_attention", _one_query_fake)
 def one_query_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """softmax(q k^T / sqrt(w) + mask) v: q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u), of one dtype, any strides; mask (1, S) of floats, or
-    None. Returns (B, h, 1, u). Not differentiable. On a GPU, in fp32, bf16 and fp16, for heads up to 256, by Triton: fp32 in between, and
-    positions at -inf are not read, so that not even a NaN there counts (if all are, the result is NaN). Else PyTorch's operator. ValueError
-    for other shapes (as with grouped queries), a mask of another kind, or several devices; NotImplementedError in forward mode."""
+    """softmax(q k^T / sqrt(w) + mask) v: q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u), of one dtype, any strides; mask (1, S) of floats,
+    or None. Returns (B, h, 1, u). Not differentiable. On a GPU, in fp32, bf16 and fp16, for heads up to 256, by Triton: fp32 in between,
+    and positions at -inf are not read, so that not even a NaN there counts (if all are, the result is NaN; numbers in fp64 below fp32's
+    range count as -inf). Else PyTorch's operator. ValueError for other shapes (as with grouped queries), a mask of another kind, or
+    several devices; NotImplementedError in forward mode."""
     _reverse_mode_only("one_query_attention")
     _check_devices("one_query_attention", *(t for t in (q, k, v, mask) if t is not None))
     (B, h, _, w), (*_, S, u) = q.shape, v.shape

@@ -408,7 +408,7 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache, pos)
         if targets is None:
             return self.lm_head(x)
-        usual = plain(self.lm_head, nn.Linear) and self.lm_head.bias is None and not torch.compiler.is_exporting()  # drops HeadLoss's backward
+        usual = plain(self.lm_head, nn.Linear) and self.lm_head.bias is None and not torch.compiler.is_exporting()  # loses HeadLoss's backward
         if not usual or product_dtype(x) == torch.float16:  # fp16's gradients need the loss scale, known only in backward
             return cross_entropy(self.lm_head(x), targets)
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())

@@ -357,9 +357,9 @@ def start_log(m, s, c, model, data, step, evaluated, written):
 
 
 class StopSignal:
-    """Ctrl-C, SIGTERM or a closed terminal (unless nohup ignores it) sets .number and the time .at, and the loop saves after its step, or in the
-    middle of an evaluation, which --resume then repeats. A second signal ends the run at once, but not within the first second: batch
-    systems signal every process, and torchrun passes its own signal on to each."""
+    """Ctrl-C, SIGTERM or a closed terminal (unless nohup ignores it) sets .number and the time .at, and the loop saves after its step, or
+    in the middle of an evaluation, which --resume then repeats; not before the first step. A second signal ends the run at once, but not
+    within the first second: batch systems signal every process, and torchrun passes its own signal on to each."""
 
     def __init__(self):
         self.number = self.at = 0
@@ -412,7 +412,7 @@ def diverged(m, path, what):
     """End a run that diverged; called on every rank, as all have the same figures."""
     m.leave()
     kept = f"{path} stays as it was" if os.path.exists(path) else "there is no checkpoint yet"
-    die(f"{what}. Start anew, with a lower --lr or a longer --warmup_steps; {kept}")
+    die(f"{what}. Start anew, with a lower --lr or more --warmup_steps; {kept}")
 
 
 def git_commit():

@@ -4319,13 +4319,13 @@ def test_train_stopped_in_an_evaluation_repeats_it_on_resume(either, tmp_path, m
     whole = ended(run(*flags, out="whole"))[3]
     for n, step in ((1, 0), (2, 3), (3, 6)):
         said, log = stopped(str(n), *flags)
-        assert (f"; saved step {step} in" if step else "before the first step; nothing to save\n") in said
+        assert (f"; saved step {step} in" if step else "before the first step, with nothing to save\n") in said
         assert list(losses(log)[1]) == [0, 3, 6][:n - 1] and f"step {step}/6  validation" not in said
         assert not step or load_checkpoint(str(tmp_path / str(n) / "ckpt.pt"))["step"] == step
         assert losses(ended(run(*(("--resume", flags[1]) if step else flags), out=str(n)))[3]) == losses(whole)
     n, first = 1, {p.name: p.read_bytes() for p in (tmp_path / "2").iterdir()}
     for _ in range(2):  # begun without --resume, noticed at once and stopped, twice: what the first run learnt is still there
-        assert "nothing to save" in stopped("2", *flags)[0]
+        assert f"nothing to save (the run before it is kept in {tmp_path / '2/ckpt.pt'}.old)" in stopped("2", *flags)[0]
         assert {p.name: p.read_bytes() for p in (tmp_path / "2").iterdir() if p.name != "log.jsonl"} == {f"{k}.old": v for k, v in first.items()}
     if script is train_shaq:  # the test split, of whose checkpoint nothing is lost, and none written: it has the best one's weights
         n = 4
@@ -4504,7 +4504,7 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
     else:  # in a fresh process
         argv = [HERE / "train_shaq.py", "--resume", "--max_steps=25", "--out_dir=parts", "--data_dir=data", "--device=cpu"]
         said = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stderr
-        assert not [line for line in said.splitlines() if not line.startswith("sample: ")]  # whose progress a busy machine shows
+        assert not [line for line in said.splitlines() if not line.startswith(("sample: ", "evaluation: "))]  # whose progress a busy machine shows
     one, two = losses(whole)[0], losses(records(tmp_path / "parts"))[0]
     assert len(one) == 25 and one == two
     tokens, epochs = ([r[k] for r in whole if "loss" in r] for k in ("tokens", "epoch"))
@@ -6355,7 +6355,8 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
             self.kind, self.params, self.flops, self.T, self.tokens, self.steps = kind, 1000, 7e3, 128, [], []
             config = (SHAQConfig(**SHAQ_PRESETS[typed["preset"]], mem_len=300, mean_window=100) if kind == "shaq" else
                       GPTConfig(**SIZES[typed["size"]] | {k: v for k, v in typed.items() if k in ("attn", "block_size", "n_layer")}))
-            self.s, self.model, self.update = typed, SimpleNamespace(config=config), SimpleNamespace(on=typed.get("preset") == "ffn")
+            self.s, self.model, self.update = typed, SimpleNamespace(config=config), SimpleNamespace(
+                on=typed.get("preset") == "ffn", part=SimpleNamespace(on=typed.get("size") == "tiny"))  # of steps, of micro-batches
             self.peak = SimpleNamespace(forget=lambda: self.steps.append("forget"), mib=lambda: 2999.6 + len(self.steps), held=lambda: 5000)
 
         def step(self, i):
@@ -6373,18 +6374,19 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
 
     for name, value in (("Trainer", Run), ("timed", timed), ("peak_flops", lambda m: (1e7, "as given")), ("fresh_compiler", lambda: None)):
         monkeypatch.setattr(bench, name, value)
-    bench_run(tmp_path, "train", "--models=gpt,shaq", "--sizes=nano,tiny", "--presets=ffn,mean_mem", "--set=lr=1", "--set=n_layer=3",
+    rows = bench_run(tmp_path, "train", "--models=gpt,shaq", "--sizes=nano,tiny", "--presets=ffn,mean_mem", "--set=lr=1", "--set=n_layer=3",
               "--rounds=2", "--compile=1")
     assert made == ([("gpt", dict(size=size, attn_out=out, lr=1, n_layer=3), vocabulary, True)
                      for size, vocabulary in (("nano", 256), ("tiny", 50257)) for out in bench.OUTS]
                     + [("shaq", dict(preset=p), 205, True) for p in ("ffn", "mean_mem")])
+    assert [r["graph"] for r in rows] == [False] * 4 + [True] * 5 + [False]
     printed, said = capsys.readouterr()
     assert ("| model | parameters | tokens a step | ms | paper (V100), tokens/s | tokens/s | difference | MFU | CUDA graph | peak MiB |\n"
             in printed)
     assert "train: 10 of 10 models" in said
     assert "**Training steps, compiled; MFU against 1e-05 TFLOP/s, as given** (" in printed
-    for line in ("tiny, dense | 1,000 | 450 | 1,500 ± 625 | – | 300 | – | 21.0% | – | 3,003",
-                 "tiny, hadamard | 1,000 | 450 | 2,500 ± 625 | – | 180 | – | 12.6% | – | 3,003",
+    for line in ("tiny, dense | 1,000 | 450 | 1,500 ± 625 | – | 300 | – | 21.0% | yes | 5,000",
+                 "tiny, hadamard | 1,000 | 450 | 2,500 ± 625 | – | 180 | – | 12.6% | yes | 5,000",
                  "ffn | 1,000 | 450 | 1,500 ± 625 | 10,730 | 225 | 0.02 times | 15.8% | yes | 5,000",  # what it reserves
                  "mean_mem | 1,000 | 450 | 2,500 ± 625 | 12,315 | 150 | 0.01 times | 10.5% | – | 3,006",
                  "mean_mem against ffn, one of them without a CUDA graph | 1.15 | 0.67 | -0.48 | +50.0%"):
@@ -6706,10 +6708,18 @@ def test_bench_counts_a_gpus_memory_without_what_was_there_before(monkeypatch):
                         ("memory_reserved", lambda d: 2**20 * len(emptied))):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "ones", lambda *a, device, **kw: real(*a, **kw))
-    streams = []  # of the products that make cuBLAS allocate: the usual one, and that of training steps
-    monkeypatch.setattr(bench, "beside", lambda device: contextlib.nullcontext(streams.append(device)))
+    seen = []  # the products that make cuBLAS allocate: on the usual stream, and on that of training steps
+
+    @contextlib.contextmanager
+    def beside(device):
+        seen.append(device)
+        yield
+        seen.append("left")
+
+    monkeypatch.setattr(bench, "beside", beside)
+    monkeypatch.setattr(bench, "F", SimpleNamespace(linear=lambda *a: seen.append("product") or F.linear(*a)))
     peak = bench.Peak(SimpleNamespace(device=GPU, dtype=torch.float32))
-    assert streams == [GPU]
+    assert seen == ["product", GPU, "product", "left"]
     assert peak.mib() == 2.5 and asked == [GPU] and peak.held() == 1
     assert bench.Peak(machine("cpu", "float32")).mib() is None
 
@@ -6816,6 +6826,9 @@ def test_bench_kernels_compile_on_a_gpu_what_training_compiles_there(monkeypatch
         made.clear()
         bench.affine_rows(SimpleNamespace(gpu=gpu, rows=4, tensor_cores=True), machine("cpu", "float32"), 768)
         assert made == expected and titles[-1].endswith(", compiled but for hadamard_affine_norm") == bool(expected)
+    monkeypatch.setattr(kernels, "triton", True)
+    bench.affine_rows(SimpleNamespace(gpu=True, rows=4, tensor_cores=True), machine("cpu", "float32"), 1280)
+    assert titles[-1].endswith("rows of 1280, compiled")  # where nothing is one pass
     for gpu, fused in ((False, True), (True, False)):  # a width that is never one pass on a GPU: the sum and the norm stand there all the same
         monkeypatch.setattr(bench, "shares", lambda args, m, title, fields, layers, *rest, **kw: titles.append((fields["op"], *layers)))
         titles.clear()

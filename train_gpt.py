@@ -9,9 +9,9 @@ Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value 
 The batch size is in tokens; however micro-batches, accumulation and processes divide it, the loss curve is the same up to rounding and
 other dropout masks. Batches depend only on seed and step, dropout also on the process, so a resumed run continues exactly; a schedule that
 --max_minutes has shortened stays shortened. Evaluations also save, spending at most a tenth of the time on it; the last one always saves.
-Ctrl-C or a signal saves before the run stops; torchrun kills a process that takes longer than 30 seconds, or, from torch 2.12 on, than
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT. In a step's line, norm is the gradient norm before clipping; MFU (model FLOP/s utilisation) is the FLOP/s
-of the model's matrix products, by flops_per_token(), as a share of the device's peak, which is printed at the start.
+Ctrl-C or a signal, after the first step, saves before the run stops; torchrun kills a process that takes longer than 30 seconds, or, from
+torch 2.12 on, than TORCH_ELASTIC_SHUTDOWN_TIMEOUT. In a step's line, norm is the gradient norm before clipping; MFU (model FLOP/s
+utilisation) is the FLOP/s of the model's matrix products, by flops_per_token(), as a share of the device's peak, printed at the start.
 """
 import argparse
 import contextlib
@@ -328,7 +328,8 @@ def main():
     def leave(step):
         "To be called on every rank, after a signal to any of them"
         if not step:  # nothing is learnt: it would only take an earlier run's place
-            say("stopped before the first step; nothing to save")
+            kept = f" (the run before it is kept in {path}.old)" * os.path.exists(f"{path}.old")
+            say(f"stopped before the first step, with nothing to save{kept}")
         elif save(step):
             say(f"stopped; saved step {step} in {path}; go on with --resume"
                 + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={quote(s['out_dir'])}"))

@@ -300,7 +300,8 @@ def main():
     def leave(step):
         "To be called on every rank, after a signal to any of them"
         if not step:  # nothing is learnt: it would only take an earlier run's place
-            say("stopped before the first step; nothing to save")
+            kept = f" (the run before it is kept in {path}.old)" * os.path.exists(f"{path}.old")
+            say(f"stopped before the first step, with nothing to save{kept}")
         elif save(step, path):
             say(f"stopped; saved step {step} in {path}; go on with --resume"
                 + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={quote(s['out_dir'])}"))
