@@ -1,5 +1,5 @@
 """
-Every table and figure of the papers, from measurement, with the papers' numbers beside it.
+The papers' tables and figures, but for [2]'s losses, which train_gpt.py logs, from measurement, with the papers' numbers beside them.
 
     python bench.py params                                      parameter counts: seconds, no weights are made
     python bench.py compare --variant attn_out=dense --variant attn_out=identity --seeds=5
@@ -535,7 +535,7 @@ def paper_quality(t):
 
 
 def is_papers(config, papers):
-    "Whether a model's configuration is the paper's, {name: value}, but for vocabulary and dropout, a GPT's context and W_O, SHAQ's width"
+    "Whether a model's configuration is the paper's, {name: value}, but for vocabulary, dropout, a GPT's context and W_O, SHAQ's width and memory"
     free = {"vocab_size", "dropout", *(("block_size", "attn_out") if type(config) is GPTConfig else ("n_embd", "mem_len", "mean_window"))}
     return all(getattr(config, k) == v for k, v in asdict(type(config)(**papers)).items() if k not in free)
 
@@ -555,7 +555,7 @@ QUICK = {  # what compare takes without --set: seconds on a CPU, minutes elsewhe
     ("seeds", dict(type=number(int, 1), default=5, help="how many")),
     ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first of them")),
     ("equal", dict(choices=["steps", "flops", "time"], default="steps", help="what all variants get as much of")),
-    ("points", dict(type=number(int, 1), default=10, help="evaluations a run")),
+    ("points", dict(type=number(int, 1), default=10, help="evaluations a run, after the one at its start")),
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile"))))
 def bench_compare(args):
     """Variants on the same data in the same order, from the same initial values of the weights they share, if init is the same, with k
@@ -712,7 +712,7 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
             row += [spread(t[i][name]), *found.values(), median[i][compare_with] / took]
             record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), **found, **fields)
         rows.append(itertools.zip_longest(head, row))
-    table(args, title + ", by CUDA graphs but for LSTM and loop" * args.gpu, rows)
+    table(args, title + (", by CUDA graphs" + " but for LSTM and loop" * any(k.startswith("loop") for k in forward)) * args.gpu, rows)
 
 
 def affine_rows(args, m, d):
@@ -958,7 +958,7 @@ def bench_code(args):
             row = {"kernel": name, "bytes an element": moved * size, "an H200's budget": round(moved * size * ISSUE)}
             for d in args.widths:
                 if (kind, only, d) not in jobs:
-                    row[str(d)] = "" if "pool" in kind else "–"  # –: in two launches, the rows below
+                    row[str(d)] = "" if "pool" in kind else "–"  # –: not one kernel
                     continue
                 try:
                     c = jobs[kind, only, d].result()
@@ -996,7 +996,7 @@ def deviation(t):
 
 def gains(t, average=np.mean):
     """{variant: seconds in each round (rounds,)} -> {variant: gain in throughput over dense, its standard error over rounds, share of the
-    time that identity saves (None if identity's gain is below its error)}"""
+    time that identity saves (of the two Hadamards; None if identity's gain is not above its error)}"""
     mean = {k: average(v) for k, v in t.items()}
     gain = {k: mean["dense"] / v - 1 for k, v in mean.items()}
     error = {k: standard_error(t["dense"] / v) for k, v in t.items()}
@@ -1132,7 +1132,7 @@ def bench_decode(args):
 
 
 def generate_rows(args, m, copy):
-    "Time SHAQ's greedy generate() per byte, with a full memory of 5,000 bytes; on a CPU 256 wide, after 512 bytes"
+    "Time a step of SHAQ's greedy generation, behind 5,000 bytes, which fill its memory; on a CPU 256 wide, behind 512"
     n = 5000 if args.gpu else 512
     work, models = {}, {}
     for preset in args.presets:
@@ -1173,7 +1173,7 @@ def generate_rows(args, m, copy):
     ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed")),
     ("profile", dict(type=flag01, default=False, help="then where one more step's time goes: by operators, on a GPU by kernels"))))
 def bench_train(args):
-    """Forward, backward and update of every variant of the three models on random tokens, interleaved, so that all share the same minutes.
+    """Forward, backward and update on random tokens. Those to compare, of one size, of the books or of SHAQ, share the same minutes, interleaved.
     ms: median ± half the interquartile range of --rounds steps; tokens/s by the median or, for SHAQ, whose steps vary in length, the mean.
     On a GPU, peak MiB are those allocated or, where CUDA graphs hold steps or micro-batches, reserved."""
     m = start(args)
@@ -1496,7 +1496,7 @@ class Scorer:
         self.length = model.config.block_size
 
     def pair(self, context, continuation):
-        """Strings -> tokens of both, encoded together. Spaces at the context's end go to the continuation, as GPT-2's tokens begin with
+        """Strings -> tokens of both, encoded together. White space at the context's end goes to the continuation, as GPT-2's tokens begin with
         them."""
         n = len(context.rstrip())
         context, continuation = context[:n], context[n:] + continuation
@@ -1744,7 +1744,7 @@ def plot_compare(plt, rows):
 
 
 def plot_scaling(plt, rows):
-    "Loss against compute, log-log, with fits; the paper's three sizes, on their own data; both relative to the first variant's, in percent"
+    "Loss against compute, log-log, with fits; the paper's three sizes, on their own data; ours, and theirs, relative to the first variant's"
     if not any("exponent" in r for r in rows):  # interrupted: its last size may lack rates or seeds
         rows = [r for r in rows if r["size"] != rows[-1]["size"]]
     rows = [r for r in rows if "val_loss" in r]
@@ -1775,14 +1775,14 @@ def plot_scaling(plt, rows):
         ax.legend()
     axes[2].axhline(0, color=COLORS[0])
     axes[2].set(xscale="log", xlabel="FLOPs", ylabel=f"loss relative to {base}'s, %\n(mean and standard error over seeds)",
-                title=f"both, relative to {base}")
+                title="both, " * (base == "dense") + f"relative to {base}")
     if len(best) > 1:
         axes[2].legend()
     yield "scaling", fig
 
 
 def plot_heatmap(plt, rows):
-    "Gain in throughput of hadamard over dense, batch by length (v1's figure); with one batch only, against length"
+    "Gain in throughput over dense, batch by length (v1's figure); of one batch or one length latency and tokens/s against the other"
     for size, compiled in dict.fromkeys((r["size"], r["compiled"]) for r in rows):
         mine = [r for r in rows if (r["size"], r["compiled"]) == (size, compiled)]
         batches, lengths = (sorted({r[k] for r in mine}) for k in ("batch", "T"))

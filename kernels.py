@@ -4,7 +4,7 @@ Operators of the three papers, each with a fast path for GPUs (Triton) and one f
     hadamard_matrix(n)                        the matrix itself, entries +1 and -1
     hadamard_transform(x, scale)              scale * (x @ H), a true H for every order that hadamard_matrix knows
     hadamard_affine(x, alpha, beta)           alpha * (x @ H / sqrt(d)) + beta in one pass over memory  [1, eq. 1]
-    hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum; in one pass where that is faster
+    hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum; for some sizes in one pass
     fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [QRNN, eq. 4], on gates or on their logits
     rope_backward([dq, dk, dv], cos, sin)     the gradient of a joint projection to q, k, v where q and k took rotary positions
     one_query_attention(q, k, v, mask)        softmax(q k^T / sqrt(w) + mask) v of a single query a head, for decoding, without a gradient
@@ -51,7 +51,7 @@ def _check_devices(name, *tensors):
 
 
 def _once(name):
-    "Raises in place of the derivative that an operator lacks"
+    "-> what raises, in place of the derivative that an operator lacks"
     def refuse(ctx, *grads):
         raise NotImplementedError(f"{name} is differentiable once: the loss must not hold a gradient that went through it")
     return refuse
@@ -118,8 +118,8 @@ def _paley(m):
             C[1:, 1:] = sums(chi.roll(-1)).flip(0)  # row i: chi(q-1-i + 1 + j) = chi(j-i) = chi(i-j)
         I = torch.eye(q + 1, dtype=torch.int8, device="cpu")
         return torch.kron(C, chi.new_tensor([[1, 1], [1, -1]])) + torch.kron(I, chi.new_tensor([[1, -1], [-1, -1]]))
-    # q = 3 mod 4: the textbook's [[1, 1], [1, chi(i-j) - I]] has a skew core. Columns in the order -j make it chi(i+j), which is symmetric,
-    # and rows but the first change sign: -chi(i+j), and -1 where that is 0
+    # q = 3 mod 4: in the textbook's [[1, 1], [-1, chi(i-j) + I]] chi(i-j) is skew. Columns in the order -j make it chi(i+j), which is
+    # symmetric, and rows but the first change sign: 1, then -chi(i+j), and -1 where that is 0
     H = chi.new_ones(q + 1, q + 1)
     H[1:, 1:] = sums(torch.where(chi == 0, -1, -chi))
     return H
@@ -145,8 +145,9 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
 # PyTorch path. H_d = A (x) B, A (a, a) and B (b, b), with a and b near sqrt(d): each row, seen as a matrix X (a, b), becomes A X B, two
 # small dense products instead of log2(d) sweeps over slices. 4096 rows of 1024 in fp32 on two AVX-512 cores take 4.5 ms this way, 20 ms
 # by butterflies, 65 ms as one dense product. A CPU takes the rows in blocks of 1 MB in fp32, or 1 MB a thread in 16 bits, where call overhead
-# weighs more. So everything between the first read and the last write stays in cache, and no full-size temporary is ever paged in (32 MiB
-# of fresh memory cost more than the whole transform). Narrow rows are an exception: there one dense product costs less than two small ones.
+# weighs more (of rows above 2048 wide, more: see _blocks). So all between the first read and the last write stays in cache, and but for fp16
+# no full-size temporary is paged in (32 MiB of fresh memory cost more than the whole transform). Narrow rows are an exception: there one
+# dense product costs less than two small ones.
 
 
 @lru_cache(64)
@@ -407,7 +408,7 @@ if triton is not None:
 
     @triton.jit
     def _signs(scale, P: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
-        "The factors, +-scale, for a thread's numbers of even and of odd tiles after _inner: (1, W) each"
+        "The factors, +-scale, for a thread's numbers of even and of odd tiles after _inner: (1, W) each, or scale where no sign changes"
         K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
         L: tl.constexpr = W // (K * V)
         T: tl.constexpr = TURN % (1 + (L > 1) + (L > 2) + (L > 4) + (L > 8) + (L > 16)) if P == 1 else 0
@@ -569,7 +570,7 @@ if triton is not None:
     # layouts, that would cost time but not change a result.
     #
     # Products of 16-bit numbers with +-1 are exact, sums are fp32. An fp32 operand is split into two bf16, which hold 16 bits of it (the
-    # result keeps 8 or 11); an infinite number makes its row NaN. Constexprs besides D, M, P and R:
+    # result keeps 8 or 11); an infinite number makes its row NaN. Constexprs besides D, M, P and R, and forward G, a program's rows over R:
     #     IN, OUT   strides in memory of the bits of a number's place in a tile, lowest bit first, as loaded and as stored
     #     MS, PS    distances in memory from one of the M, or of the P, tiles to the next
     #     K         the matrices' signs: see _sign_bits
@@ -914,8 +915,8 @@ TENSOR_CORES = True  # False: butterflies in 16 bits, too, on every card. "bench
 @lru_cache(256)
 def _plan(d, n_head, heads_only, bits, kind="forward"):
     """-> (constexprs, num_warps) for the kernels above. None, which means the PyTorch path: without Triton; for m above 28; if neither n_head
-    nor d / n_head is a power of two; for a mix over more than 64 heads, or over heads whose width is no multiple of 8; for d above 65536,
-    which would spill. For "backward" and the "norm"s also None where two kernels are better.
+    nor d / n_head is a power of two, but for a mix over heads; for one over more than 64 heads, or over heads whose width is no multiple of
+    8; for d above 65536, which would spill. For "backward" and the "norm"s also None where two kernels are better.
     bits: 16 or 32, of one element.
     kind: "forward", "few" (at most _FEW rows), "grads" (of alpha and beta), "backward" (of x as well), "norm", "norm few", "norm backward"."""
     d, n_head = operator.index(d), operator.index(n_head)
@@ -959,9 +960,9 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             warps, numbers = 1, 48
         elif kind == "norm backward":  # six sets; with M tiles, M numbers at least, one of each
             warps, numbers = 1, max(24, M)
-        elif kind == "forward" and (bits == 16 or d <= 4096):  # a warp holds whole rows: only shuffles pass between its threads
-            if d <= 4096:
-                warps, numbers = 1, 48 if d <= 768 else 128
+        elif kind == "forward" and (bits == 16 or d <= 4096):
+            if d <= 4096:  # a warp holds whole rows: only shuffles pass between its threads
+                warps, numbers = 1, 48
             else:
                 each, numbers = 8, 128 if d <= 8192 else 64  # the more a thread holds, the fewer shuffles; above 8192, 128 would spill
         R = 1 if "few" in kind or warps == 1 and d > 768 else max(1, numbers * 32 * warps // d)
@@ -1024,7 +1025,7 @@ def _capability(device):  # of an NVIDIA GPU; AMD's have (0, 0), and a CPU, wher
 
 
 def _has_dots(device, heads_only):
-    "Whether a mix of 16-bit rows may take the kernels on tensor cores, whose products in bf16 NVIDIA has from Ampere on"
+    "Whether 16-bit rows may take the kernels on tensor cores, whose products in bf16 NVIDIA has from Ampere on"
     return TENSOR_CORES and not heads_only and _capability(device) >= (8, 0)
 
 
@@ -1123,9 +1124,9 @@ def _grads_triton(x, dy, scale, n_head, heads_only, alpha=None):
 
 # -----------------------------------------------------------------------------
 # The operators. As H is its own transpose, the gradients of hadamard and of hadamard_grads are made of these two again, so they suffice
-# for derivatives of any order. hadamard_backward gives all first derivatives of hadamard at once, if they are not differentiated again:
-# on a GPU in one kernel; on a CPU, where products cost more than bytes, from x H, which hadamard_kept saves instead of x. That takes no
-# more memory, unless what made x keeps x, too (tanh does, blocked attention does not). hadamard_norm adds the residual and the norm.
+# for derivatives of any order. hadamard_backward gives all first derivatives of hadamard at once, if they are not differentiated again: on a
+# GPU in one kernel, where one has a plan; on a CPU, where products cost more than bytes, from x H, which hadamard_kept saves instead of x.
+# That takes no more memory, unless what made x keeps x, too (tanh does, blocked attention does not). hadamard_norm adds residual and norm.
 
 
 def _check_orders(d, n_head, heads_only):  # called inside operators: elsewhere torch.compile would trace it
@@ -1337,7 +1338,8 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):
-    """In words, for a log: the path hadamard_affine takes on this device (always PyTorch's for fp64); on "cuda" where no GPU is, an H200's.
+    """In words, for a log: the path hadamard_affine takes on this device (always PyTorch's for fp64; up to 132 rows never tensor cores); on
+    "cuda" where no GPU is, an H200's.
     ValueError for sizes that hadamard_affine refuses."""
     if n_head < 1 or d % n_head:
         raise ValueError(f"hadamard_path: d={d} is no multiple of n_head={n_head}")
@@ -1394,8 +1396,8 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     each gradient has its tensor's dtype. Returns x's shape and dtype. ValueError for wrong shapes, several devices, an n_head not dividing d.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d. For most sizes that is the same matrix; for all, the inner factor H_(d/h) can be
     folded into the value projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
-    On tensor cores (16-bit rows of most widths from 256 to 4096) a row with an infinite number, or a sum beyond fp32's range, comes out all
-    NaN; at 1536 and 2048 alpha's gradient takes x @ H to 16 binary digits, an error of some 5e-6.
+    On tensor cores (more than 132 rows in 16 bits, of most widths from 256 to 4096) a row with an infinite number comes out all NaN, and one
+    with a sum beyond fp32's range partly; at 1536 and 2048 alpha's gradient takes x @ H to 16 binary digits, an error of some 5e-6.
     """
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)
@@ -1418,7 +1420,7 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     x (..., d); residual (..., d), often wider; alpha, beta, weight, shift (d,), shift or None: fp16, bf16, fp32 or fp64 each. Returns y in
     residual's dtype and its norm in x's, both (..., d); ValueError or TypeError for anything else, NotImplementedError under forward-mode
     differentiation. Differentiable to any order in all six. In bf16 one pass moves 8 bytes an element. Off the Triton path, and where
-    hadamard_norm_is_fused is False, two steps move 12.
+    hadamard_norm_is_fused is False, plain PyTorch moves 14 or more: there compile hadamard_affine, sum and norm, which move 12.
     """
     _reverse_mode_only("hadamard_affine_norm")
     rows, before = _as_rows("hadamard_affine_norm", x), _as_rows("hadamard_affine_norm", residual, "residual")
@@ -1456,9 +1458,10 @@ def _fo_spans(B, T, H):
     """How the CPU cuts time: a list of spans (t, K, L), each K chunks of L steps from step t on, walked side by side.
 
     One call does one step of all K chunks, K * B * H numbers. If B * H is small, a call costs more than its work: then chunks are CPU_CHUNK
-    steps long, and a span takes only that many calls; otherwise K = 1. A bank's span takes up to 1 MB in fp32 (or CPU_CHUNK steps), so that
-    all banks stay in cache (with 2 MB it is 1.1 times slower at H = 1024); if B * H is small 2 MB, as calls of 32,768 or more numbers use
-    several threads (B 16, T 125, H 256: both passes take 0.8 of the time of 1 MB in chunks of 16 steps)."""
+    steps long, and a span takes only that many calls; otherwise, and for the last steps if they make no two chunks, K = 1. A bank's span
+    takes up to 1 MB in fp32 (or CPU_CHUNK steps), so that all banks stay in cache (with 2 MB it is 1.1 times slower at H = 1024); if B * H is
+    small 2 MB, as calls of 32,768 or more numbers use several threads (B 16, T 125, H 256: both passes take 0.8 of the time of 1 MB in
+    chunks of 16 steps)."""
     few = B * H <= 2 ** 13
     most = max(1, (2 ** 19 if few else 2 ** 18) // max(1, CPU_CHUNK * B * H)) * CPU_CHUNK  # steps
     spans, t = [], 0
@@ -1799,7 +1802,7 @@ if triton is not None:
         each scheduler, waiting for itself. With four that share the channels it takes 46 and 101; the traffic alone, 33 and 57. If B * H is
         16384 or more, programs walk all of T. Otherwise T is cut into at most 128 segments, up to some 131072 (channel, warp) pairs; a
         first launch then reads z and f (backward f, o and dh) for the maps of all segments but one, in bf16 up to 4 N (6 N) bytes more.
-        These bounds are by calculation; with them B 1, T 16384 took 75 and 126 us.
+        These bounds are by calculation; with them B 1, T 16384, H 1024 took 75 and 126 us.
         """
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
@@ -2046,7 +2049,8 @@ if triton is not None:
                           W: tl.constexpr, u: tl.constexpr, U: tl.constexpr, N: tl.constexpr):
         """One program: one head of one sequence, q (w,), k (S, w), v (S, u), N positions at a time; strides of batch, heads and positions.
         p = exp(score - most), most being the largest so far; what came before is scaled down when it grows. Row r of y sums position r of
-        each round; the rows are added up only at the end, so that until then threads wait for one another just for scores and their maximum."""
+        each round; the rows are added up only at the end, so that until then threads wait for one another just for scores, their maximum
+        and the sum of p."""
         n = tl.program_id(0)
         b, a = (n // h).to(tl.int64), (n % h).to(tl.int64)
         i, j, r = tl.arange(0, W)[None, :], tl.arange(0, U)[None, :], tl.arange(0, N)
@@ -2078,8 +2082,8 @@ if triton is not None:
         tl.store(out_ptr + n.to(tl.int64) * u + j, (tl.sum(y, 0) / total).to(out_ptr.dtype.element_ty)[None, :], j < u)
 
     def _one_query_plan(programs, w, u):
-        """The kernel's constexprs, and its warps: one if that fills a GPU of some 130 multiprocessors (at 80 registers 25 fit on each), up to 8
-        for few sequences. In 16 bits a thread loads four pieces of 16 bytes of k, and of v, at a time"""
+        """The kernel's constexprs, and its warps: one from 2,049 programs on (an H200 holds some 3,300 of 80 registers at once), up to 8
+        for few. In 16 bits a thread loads four pieces of 16 bytes of k, and of v, at a time"""
         W, U, warps = triton.next_power_of_2(w), triton.next_power_of_2(u), min(8, triton.next_power_of_2(max(1, 4096 // programs)))
         return dict(w=w, W=W, u=u, U=U, N=warps * max(1, 1024 // max(W, U))), warps
 

@@ -231,8 +231,8 @@ def write_or_warn(path, write):
 
 
 def progress(done, total, t0, what, start=0, unit="MB", scale=1e6, after=0):
-    """Print a line on stderr, ten times a second on a terminal, else every ten seconds, none in the first after seconds: done of total
-    (None: unknown), starting from start at time t0."""
+    """Print a line on stderr, ten times a second on a terminal, else every ten seconds, but the last none in the first after seconds: done of
+    total (None: unknown), starting from start at time t0."""
     now, tty, end = time.perf_counter(), sys.stderr.isatty(), done == total
     if not end and (now - t0 < after or now - progress.last < (0.1 if tty else 10)):
         return
@@ -394,7 +394,7 @@ def unchanged(typed, stored, free):
 def shorten(s, asked, step, pace, say):
     """Every 25 steps, or as soon as the time is up if that is sooner, cut the schedule to the steps that fit into max_minutes at the pace so
     far, at most asked (None: change nothing). pace: seconds a step, averaged over processes, so that all decide alike; 0 while
-    unknown. s["paced"]: the time has set max_steps before, also in a run that this one resumes."""
+    unknown. s["paced"]: max_steps is settled, by the time before, also in a run that this one resumes, or by --max_steps on --resume."""
     up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
     if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return
@@ -779,8 +779,8 @@ def prepare(folder, name, tokenizer, raw, source, percent=(90,)):
         die(f"{source}: {len(raw)} bytes are too few to split into {', '.join(parts)}")
     tokens = {s: tokenize(p, tokenizer, f"{name} {s}") for s, p in parts.items()}
     if len(tokens["val"]) <= 256:
-        warn(f"note: {len(tokens['val'])} tokens to validate on, fewer than one of the default windows takes: from some 10 KB of text on "
-             "there are enough")
+        warn(f"note: {len(tokens['val'])} tokens to validate on, fewer than a window of nano takes, 257: from some 10 KB of text on there are "
+             "enough (tiny's windows take 1,025)")
     if too_long := [f"{s} has {len(t):,}" for s, t in tokens.items() if len(t) >= 2**31]:
         die(f"{source}: {too_long[0]} tokens, and one .bin file has room for 2^31 - 1: take less text"
             + ", or --tokenizer=gpt2" * (tokenizer == "byte"))
