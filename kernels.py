@@ -1345,7 +1345,7 @@ def hadamard_path(d, device, n_head=1, heads_only=False):
         raise ValueError(f"hadamard_path: d={d} is no multiple of n_head={n_head}")
     _check_orders(d, n_head, heads_only)
     if torch.device(device).type != "cuda":
-        return "PyTorch, small dense factors"
+        return "PyTorch, by small dense products"
     if triton is None:
         return "PyTorch, as Triton is not installed"
     if _plan(d, n_head, heads_only, 16) is None:

@@ -1,8 +1,8 @@
 """
 The models of three papers. Every variant is a flag; the `if` that reads it stands beside the equation it selects.
 
-    GPT     decoder-only transformer; attn_out = dense | hadamard | head_hadamard | identity | none   [1]
-                                      attn     = mha | dva | dva_outer                                [2]
+    GPT     decoder-only transformer; attn_out = dense | hadamard [1] | head_hadamard | identity | none (ours)
+                                      attn     = mha | dva | dva_outer [2]
     SHAQ    one attention head over LSTMs or quasi-recurrent nets with a memory; SHAQ_PRESETS holds every ablation   [3]
 
 Between them: what computes attention, dropout and the loss in less time or memory than their definitions take, and sampling. Below them: LAMB,
@@ -56,7 +56,7 @@ class GPTConfig:
     mlp: str = "swiglu"           # swiglu | gelu | none
     pos: str = "rope"             # rope | learned
     norm: str = "layernorm"       # layernorm | rmsnorm
-    bias: bool = True             # in linear layers and LayerNorm
+    bias: bool = True             # in linear layers, but for the head, and LayerNorm
     qkv_bias: bool = True         # in W_Q, W_K, W_V, if bias; dva's five matrices have none
     dropout: float = 0.0          # on the embedding sum, the attention weights and each branch's output
     tie_weights: bool = True      # the head is the token embedding
@@ -179,7 +179,7 @@ class TurnedHeads(torch.autograd.Function):
 
 def extend(seen, new, at):
     "Write new, a layer's keys or values, into its cache seen (B, h, length, any) -> what attention reads of it. at: see Attention.forward"
-    if isinstance(at, torch.Tensor):  # in a CUDA graph, where shapes are fixed: a mask hides the rest
+    if isinstance(at, torch.Tensor):  # a step of generate(), whose shapes are fixed for CUDA graphs: a mask hides the rest
         seen[:, :, at] = new.to(seen.dtype)
         return seen
     if at[1] > seen.size(2):  # past its end a slice is empty, and takes a single token without a word
@@ -194,8 +194,8 @@ def up_to(pos, length, dtype):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with four alternatives to its output projection [1], or Dynamic Value Attention [2], whose values depend on the
-    query too: query B gets the sum over keys A of S(B, A) v_R(B, A), S = softmax(Q K^T / sqrt(d_h)), causal. (In shapes B is the batch.)
+    """Multi-head attention with an output projection, [1]'s substitute or one of ours, or Dynamic Value Attention [2], whose values depend on
+    the query too: query B gets the sum over keys A of S(B, A) v_R(B, A), S = softmax(Q K^T / sqrt(d_h)), causal. (In shapes B is the batch.)
 
         dva        v_R(B, A) = v(A) + r(B, A), r(B, A) = q_R(B) * k_R(A), elementwise [2, eq. 6-8]. q_R(B) does not depend on A:
                    sum_A S(B, A) (v(A) + q_R(B) * k_R(A)) = S V + Q_R * (S K_R)                one attention with values [V, K_R]
@@ -362,7 +362,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         "GPT-2's initialisation, all in one place. A parameter that no line below names is an error."
-        # 2L branches add to the residual stream, so each starts smaller; but a branch without W_O or alpha (dva, attn_out=none) does not
+        # 2L branches add to the residual stream (without mlp L), so each starts smaller; but one without W_O or alpha (dva, none) does not
         branch = (2 * self.config.n_layer) ** -0.5
         for name, p in self.named_parameters():
             if name.endswith(("beta", ".bias")):
@@ -432,7 +432,7 @@ class GPT(nn.Module):
         cache = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None
         # a CUDA graph reads and writes fixed places: the last token, which the next one overwrites, its position, the draw
         new, at, u = idx[:, -1:].clone(), idx.new_empty(1), uniform.new_empty(len(idx), 1)
-        stride = 256 if idx.is_cuda else 16  # a graph for every 256 positions: one for all would read the whole cache each time
+        stride = 256 if idx.is_cuda else 16  # a graph for every 256 positions: wide heads, by plain operations, read all that they are given
 
         @lru_cache(None)
         def step(length):  # one token, against the cache's first length positions
@@ -688,12 +688,12 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     # new matters to gradients alone. But with dropout a pass without them must go the same way, or it would draw other masks: checkpointing
     new = new if torch.is_grad_enabled() or dropout else None
     # One of three ways. The third is the definition; the others give the same result for less time or memory:
-    # 1. Blocks of query rows, for T > 1: over a memory (T < S); on a CPU wherever way 2 is not taken; elsewhere if no flash kernel fits (heads
-    #    above 256, the outer form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16, T 1024, one head of 768 with
-    #    values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
-    # 2. PyTorch's fused operator, for heads up to 256. On a CPU, for T > 1, any width, but v as wide as q, and no gradients or dropout:
-    #    forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.4 to 1.7 at T = 256, 0.9 at 1024.
-    #    On a GPU one query without gradients, as in decoding, takes the kernel of kernels.py instead.
+    # 1. Blocks of query rows, for T > 1 or given new: over a memory (T < S); on a CPU wherever way 2 is not taken; elsewhere if no flash kernel
+    #    fits (heads or values above 256, the outer form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16, T 1024,
+    #    one head of 768 with values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
+    # 2. PyTorch's fused operator, for heads and values up to 256. On a CPU, for T > 1, any width, but v as wide as q, and no gradients or
+    #    dropout: forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.4 to 1.7 at T = 256, 0.9 at
+    #    1024. On a GPU one query without gradients, as in decoding, takes the kernel of kernels.py instead.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block with dropout.
     #    For T = 1, too, where heads are too wide for way 2: a fused kernel would have one multiprocessor read all of k and v.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
@@ -706,9 +706,9 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         (k_new, v_new), memory = ((k, v), (None, None)) if new is None else (new, (k.detach(), v.detach()))
         # autocast's dtype, as PyTorch's operator does
         flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k_new, q_r, v_new, k_r, *memory)]
-        # Keep P if it is at most twice as large as q, k, v and the output together: on a CPU 1.1 to 1.3 times as fast, both passes. Not when
-        # compiled: the list of blocks would fix T in the code. Always in a CUDA graph, as only the GPU's generator draws anew at each replay,
-        # and so over a memory on a GPU, where steps must draw the same with and without a graph
+        # Keep P if q k^T is at most twice as large as q, k, v and the output together, counting T = S queries (P, causal, is half of it): on a
+        # CPU 1.1 to 1.3 times as fast, both passes. Not when compiled: the list of blocks would fix T in the code. Always in a CUDA graph, as
+        # only the GPU's generator draws anew at each replay, and so over a memory on a GPU, where steps must draw the same with and without it
         keep = not torch.compiler.is_compiling() and (
             S <= 4 * (q.size(-1) + v.size(-1)) or q.is_cuda and (T < S or torch.cuda.is_current_stream_capturing()))
         # with and without gradients alike: reentrant checkpointing runs forward once in each way
@@ -723,7 +723,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
 
 
 # -----------------------------------------------------------------------------
-# What GPT and SHAQ share: the loss, counts, evaluation, sampling
+# The loss: GPT's by slices; and what GPT and SHAQ share: counts, evaluation, sampling
 
 
 HEAD_LOGITS = 2**26  # that exist at a time, on a GPU four times as many; a global, as torch.compile cannot read a Function's attribute
@@ -1072,7 +1072,7 @@ class MemoryAttention(nn.Module):
         self.ln_q = nn.LayerNorm(d, eps=1e-12)
         if config.gates:
             self.qs, self.ks, self.vs = (nn.Parameter(torch.zeros(d)) for _ in range(3))
-            self.overparam = nn.Linear(d, 2 * d)                        # 2,099,200 parameters that make one vector
+            self.overparam = nn.Linear(d, 2 * d)                        # at d = 1024 2,099,200 parameters, which make one vector
         self.drop = Dropout(config.dropout)
 
     def value_gate(self):
@@ -1084,7 +1084,7 @@ class MemoryAttention(nn.Module):
 
     def attend(self, q, m, mask=None, new=None):
         """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d). Causal within the window; all see
-        the whole memory. new (B, T, d), if given, repeats these T rows, and only they get a gradient"""
+        the whole memory. new (B, T, d), if given, repeats these T rows, and only they get a gradient. One query may have a mask (1, S)"""
         split = lambda t: t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)     # (B, h, T or S, d_h)
         q, k, p = split(q), split(m), self.drop.p if self.drop.training else 0.0
         if new is None:
@@ -1124,7 +1124,7 @@ class MemoryAttention(nn.Module):
         elif self.config.memory == "mean":
             x, memory = self.over_mean(q, m, memory)
         else:
-            # Published: memory and window together hold at most mem_len positions; beyond it a window's early queries see fewer
+            # Published: memory and window together hold at most mem_len positions (or the window's); beyond it its early queries see fewer
             rows, new = m, None
             if memory is not None:
                 past = last(memory, self.mem_len - m.size(1)).to(m.dtype)
@@ -1524,7 +1524,7 @@ def machine(device="auto", dtype="auto"):
     if device.type == "cuda":
         device = torch.device("cuda", local)
         if device.index >= torch.cuda.device_count():
-            raise ValueError(f"process {local} of this machine wants {device}, which has {torch.cuda.device_count()} GPUs: "
+            raise ValueError(f"process {local} of this machine wants {device}, but there are {torch.cuda.device_count()} GPUs: "
                              "lower --nproc_per_node")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
@@ -1557,7 +1557,7 @@ def choose_dtype(m, dtype):
         slow = dtype == "bfloat16" and device.type != "mps" and not has_bf16
         m.note += f"; {dtype}, as set" + ", its products in TF32" * tf32 + ", but slow, as there are no instructions for it" * slow
         return
-    faster, why = has_bf16, "" if has_bf16 else ", as there are no bfloat16 instructions"
+    faster, why = has_bf16, "" if has_bf16 or device.type == "mps" else ", as there are no bfloat16 instructions"
     if has_bf16 and device.type == "cpu":  # where a virtual machine hides the matrix units, a product in bf16 takes twice fp32's time
         rates = [[product_rate(device, t, 512) for t in (torch.bfloat16, torch.float32)] for _ in range(3)]
         low, high = map(max, zip(*rates))  # measured in turns, as other work may come between
@@ -1620,7 +1620,7 @@ class Replayed:
 
     def __init__(self, update, optimizer, on, whole=True):
         self.update, self.optimizer, self.on, self.whole = update, optimizer, on, whole
-        if whole and optimizer and len({float(group["lr"]) for group in optimizer.param_groups}) > 1:
+        if whole and len({float(group["lr"]) for group in optimizer.param_groups}) > 1:
             raise ValueError("the groups' learning rates differ, and each step sets one for all: let __call__ multiply it by each group's own")
         self.warm, self.graphs = set(), {}  # the shapes of steps that ran once, and of those that are recorded
         self.states, self.pool = {}, None
@@ -1725,7 +1725,7 @@ def schedule_notes(s, first, before, say):
     if before is not None and first >= steps:
         say(f"note: all {steps} steps are done; --max_steps=N goes on to step N")
     if first < min(warmup, steps) and 2 * warmup > steps:
-        say(f"note: {min(warmup, steps)} of {steps} steps are warm-up: lower --warmup_steps, or take more steps")
+        say(f"note: {min(warmup, steps)} of {steps} steps are warm-up: " + "lower --warmup_steps, or " * (before is None) + "take more steps")
     if s["schedule"] == "cosine" and before not in (None, steps):
         was, now = (lr_at(first, s["lr"], s["min_lr"], warmup, n) for n in (before, steps))
         if was != now:

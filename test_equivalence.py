@@ -695,7 +695,7 @@ def test_hadamard_triton_takes_what_it_can_hold(monkeypatch):
     assert not dots or torch.cuda.is_available() or dots == "Triton kernel, in 16 bits on tensor cores"
     monkeypatch.setattr(kernels, "_capability", lambda device: (9, 0))
     said = [kernels.hadamard_path(d, device) for d, device in ((64, "cpu"), (64, "cuda:1"), (2**17, "cuda"))]  # for the log
-    assert said == ["PyTorch, small dense factors", *(("Triton kernel", "PyTorch, as the Triton kernel has no plan for this width")
+    assert said == ["PyTorch, by small dense products", *(("Triton kernel", "PyTorch, as the Triton kernel has no plan for this width")
                                                           if kernels.triton else ["PyTorch, as Triton is not installed"] * 2)]
     for device in ("cpu", "cuda"):  # a path was named that hadamard_affine refuses, or the answer was a TypeError
         refuses(lambda: kernels.hadamard_path(7, device), "order d=7", "are 4 and 8")
@@ -2285,7 +2285,9 @@ def test_run_machine_says_what_it_chose(monkeypatch):
     with monkeypatch.context() as patch:  # a Mac
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(torch.backends.mps, "is_available", lambda: True)
-        auto = machine("auto", "float32")
+        patch.setattr(model_py.Machine, "all", lambda self, done: done)
+        auto, apple = machine("auto", "float32"), machine("mps")
+    assert apple.dtype == torch.float32 and apple.note.endswith("; float32")  # nobody has asked whether it has bfloat16
     assert auto.device.type == "cpu" and "--device=mps takes yours" in auto.note
     x = torch.randn(3)
     assert m.mean(x) is x
@@ -4761,14 +4763,15 @@ def test_train_steps_that_cannot_be_recorded_say_why(monkeypatch):
 def test_train_steps_are_replayed_only_where_a_graph_can_hold_them():
     gpu = model_py.Machine(torch.device("cuda"), torch.bfloat16, 0, 1, "")
     wide = dict(vocab_size=11, n_layer=1, n_head=1, n_embd=264, block_size=8, dropout=0.1)
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
 
     def gpt(m=gpu, accumulate=1, compile=True, **config):
-        step = train_gpt.stepper(GPT(GPTConfig(**wide | config)), None, dict(compile=compile), m, accumulate)
+        step = train_gpt.stepper(GPT(GPTConfig(**wide | config)), sgd, dict(compile=compile), m, accumulate)
         assert not (step.part if accumulate == 1 else step).on  # a graph of the step or of its parts
         return step.on or step.part.on
 
     def shaq(preset, m=gpu, optimizer="lamb", compile=True):
-        return train_shaq.stepper(tiny_shaq(preset), None, dict(compile=compile, optimizer=optimizer), m).on
+        return train_shaq.stepper(tiny_shaq(preset), sgd, dict(compile=compile, optimizer=optimizer), m).on
 
     for replayed in (gpt, partial(gpt, accumulate=2), partial(shaq, "shaq"), partial(shaq, "sharnn")):
         assert replayed() and not replayed(compile=False)

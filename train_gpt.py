@@ -87,14 +87,14 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto: cuda where that is, else cpu)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
     add("--compile", type=flag01, help="torch.compile the model and, on one GPU, replay steps, or their micro-batches, as CUDA graphs "
-                                       "(default 1 on CUDA, where Triton is installed)")
+                                       "(default 1 on CUDA, where Triton is installed; graphs not with dropout in wide heads)")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args(argv))
 
 
 def default_size(m):
     """-> (the --size if none is typed, a note if the GPU has too little memory for tiny, whose micro-batches take some 20 GB). On a T4, with
-    16 GB and no bf16, tiny's 16 epochs would last half a day, by their FLOPs"""
+    16 GB and no bf16, tiny's 16 epochs would last four hours at its peak rate"""
     memory = torch.cuda.get_device_properties(m.device).total_memory if m.device.type == "cuda" else 0
     why = f"; nano, as tiny's batches take 20 GB and this GPU has {memory / 1e9:.0f}: --size=tiny --micro_batch=4 takes less"
     return ("tiny", "") if memory > 20e9 else ("nano", why * (memory > 0))
@@ -408,7 +408,7 @@ def main():
         if not saved:
             die(f"the last checkpoint could not be written to {path}")
         say(f"{path}: the model (python model.py --ckpt={quote(path)} --prompt=...); "
-            f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
+            f"{os.path.join(s['out_dir'], 'log.jsonl')}: each step's and evaluation's figures")
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto: cuda where that is, else cpu)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
     add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length, and, on one GPU with lamb, replay steps as CUDA "
-                                       "graphs (default 1 on CUDA, where Triton is installed)")
+                                       "graphs, but for memory=mean (default 1 on CUDA, where Triton is installed)")
     add("--stage2", metavar="CKPT",
         help="start from the weights of this checkpoint with a fresh optimiser at half the rate, 5 epochs: the published second stage")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
@@ -403,7 +403,8 @@ def main():
         show = best_path if best_there else path
         if saved or best_there:
             say(f"{show}: the model{' at its best validation loss' * best_there} (python model.py --ckpt={quote(show)} --prompt=...); "
-            + f"{path}: at its last step; " * (best_there and saved) + f"{os.path.join(s['out_dir'], 'log.jsonl')}: every figure above")
+            + f"{path}: at its last step; " * (best_there and saved)
+            + f"{os.path.join(s['out_dir'], 'log.jsonl')}: each step's and evaluation's figures")
     if not (saved and best_saved) and m.rank == 0:
         die(f"the last checkpoint could not be written to {best_path if saved else path}")
 
