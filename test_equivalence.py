@@ -7241,7 +7241,7 @@ def test_fopool_machine_code_has_no_spills_and_few_instructions(compiled):
         loads, back = [op for op in code.ops if op.startswith("LDG.E")], kind == "pool backward"
         print(what, f"the loop {code.loop:.1f} instructions an element, {code.far} far, {code.registers} registers, {len(loads)} loads")
         assert code.stack == 0 and not any(op.startswith(("LDL", "STL")) for op in code.ops)
-        assert code.registers <= ceiling + 16 * (flag == "SEGMENTED")  # Triton 3.9 takes 137 forward
+        assert code.registers <= min(168, ceiling + 16 * (flag == "SEGMENTED"))  # with 168 three programs of four warps fit
         assert code.shared == 8 * code.plan["S"] * code.plan["D"] and sum(op.startswith("BAR") for op in code.ops) == 2
         # every step is loaded before the loop and, a round ahead, in it
         assert len(loads) >= 2 * (3 + back - (flag == "SUMMARY")) * code.plan["U"]
