@@ -45,7 +45,8 @@ import torch.nn.functional as F
 import kernels
 import train_gpt
 import train_shaq
-from kernels import hadamard_affine, hadamard_affine_norm, hadamard_norm_is_fused, hadamard_path, hadamard_transform, qrnn_pool
+from kernels import (hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, hadamard_transform,
+                     qrnn_pool)
 from model import (CHOICES, GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, beside, captured, evaluating,
                    inputs_and_targets, load_checkpoint, lr_at, machine, model_of, peak_flops, processor)
 from prepare_data import (Parser, die, encode, end_progress, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
@@ -535,7 +536,7 @@ def paper_quality(t):
 
 
 def is_papers(config, papers):
-    "Whether a model's configuration is the paper's, {name: value}, but for vocabulary, dropout, a GPT's context and W_O, SHAQ's width and memory"
+    "Whether a model's configuration is the paper's, but for vocabulary and dropout, a GPT's context and W_O, SHAQ's width and memory"
     free = {"vocab_size", "dropout", *(("block_size", "attn_out") if type(config) is GPTConfig else ("n_embd", "mem_len", "mean_window"))}
     return all(getattr(config, k) == v for k, v in asdict(type(config)(**papers)).items() if k not in free)
 
@@ -651,9 +652,10 @@ def bench_compare(args):
 def bench_kernels(args):
     """hadamard_affine and hadamard_transform against a dense product, alpha * x + beta and a copy, the first also with the residual and
     LayerNorm that follow it; fo-pool against an LSTM, a loop, a copy and, on a GPU, fla-core's kernel; attention with one wide head against
-    12. On random tensors, in turn from rings larger than the cache; ms: median ± half the interquartile range of --rounds samples,
-    interleaved. Share of a copy's rate: the bytes a second of those that must move, over a copy's in the same run. One read and one write
-    at its speed would be 1. Backward alone: bytes and median time of both passes, less those of forward."""
+    12. The Hadamards and fo-pool are first checked against fp64. On random tensors, in turn from rings larger than the cache; ms: median ± half
+    the interquartile range of --rounds samples, interleaved. Share of a copy's rate: the bytes a second of those that must move, over a copy's
+    in the same run. One read and one write at its speed would be 1. Backward alone: bytes and median time of both passes, less those of
+    forward."""
     m = start(args)
     kernels.TENSOR_CORES = args.tensor_cores
     for d in args.widths:
@@ -715,6 +717,20 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
     table(args, title + (", by CUDA graphs" + " but for LSTM and loop" * any(k.startswith("loop") for k in forward)) * args.gpu, rows)
 
 
+def check(what, f, exact, inputs, dy):
+    "Die if f's results or gradients are not those of exact, in fp64 on the CPU: a kernel that is wrong would only look fast"
+    found = []
+    for g, cast in ((f, torch.Tensor.detach), (exact, lambda t: t.detach().cpu().double())):
+        leaf = [cast(t).requires_grad_() for t in inputs]
+        y = g(*leaf)
+        y = y if isinstance(y, tuple) else (y,)
+        found.append([*y, *torch.autograd.grad(y, leaf, [cast(dy)] * len(y))])
+    off = max(((a.cpu().double() - b).norm() / b.norm()).nan_to_num(math.inf).item() for a, b in zip(*found))
+    if off > 0.02:  # rounding in 16 bits: some 0.003
+        die(f"{what} is wrong here, by {off:.2g} of its size, so it is not timed: please report this, with your GPU and the versions of torch "
+            "and Triton")
+
+
 def affine_rows(args, m, d):
     h = HEADS.get(d, 1)
 
@@ -730,6 +746,20 @@ def affine_rows(args, m, d):
     if h > 1:
         layers["head_hadamard"] = (lambda x: hadamard_affine(x, alpha, beta, h, heads_only=True), (alpha, beta))
 
+    few = [t[:256] for t in (x[0], dy[0], y[0])]
+    for out in [out for out in ("hadamard", "head_hadamard") if out in layers]:
+        only = out != "hadamard"
+        H = [hadamard_matrix(n, torch.float64, "cpu") / n ** 0.5 for n in (h, d // h)]
+        H = torch.kron(H[0], torch.eye(d // h, dtype=torch.float64) if only else H[1])
+        affine = lambda x, alpha, beta: alpha * (x @ H) + beta
+        check(f"{out}, d = {d},", lambda *t: hadamard_affine(*t, h, only), affine, (few[0], alpha, beta), few[1])
+
+        def then_norm(x, alpha, beta, residual, weight, shift):
+            r = residual + affine(x, alpha, beta)
+            return r, F.layer_norm(r, (d,), weight, shift)
+
+        check(f"{out} with norm, d = {d},", lambda *t: hadamard_affine_norm(*t, n_head=h, heads_only=only), then_norm,
+              (few[0], alpha, beta, few[2], weight, shift), few[1])
     N = args.rows * d  # forward: x read, y written; backward: x and dy read, dx written
     alone = {"transform alone, H_d": (lambda x: hadamard_transform(x, d ** -0.5), (), [x], [dy], (2 * N, 4 * N))}  # backward: without x
     shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
@@ -780,6 +810,7 @@ def pool_rows(args, m, B, T, H):
     first_gates, first_dh = ([t[:, :short].contiguous() for t in tensors] for tensors in (gates, dh))
     loop = "loop" if short == T else f"loop, {T / short:g} times {short} steps"
     lstm_layer = "LSTM layer" + (f" (cuDNN, {str(half)[6:]})" if args.gpu else "")
+    check(f"fo-pool, B {B}, T {T}, H {H},", *[lambda g: qrnn_pool(g)[0]] * 2, gates[:1], dh[0])
     floor = 4 * B * T * H, 11 * B * T * H  # three logits read, h written; backward: logits and dh read, three gradients written
     layers = {"fo-pool": (lambda g: qrnn_pool(g)[0], (), [gates], [dh], floor),
               "QRNN layer (product and fo-pool)": (lambda x: qrnn(x)[0], tuple(qrnn.parameters()), [x], [dh], None),
@@ -1173,7 +1204,7 @@ def generate_rows(args, m, copy):
     ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed")),
     ("profile", dict(type=flag01, default=False, help="then where one more step's time goes: by operators, on a GPU by kernels"))))
 def bench_train(args):
-    """Forward, backward and update on random tokens. Those to compare, of one size, of the books or of SHAQ, share the same minutes, interleaved.
+    """Forward, backward and update on random tokens; of one size, of the books or of SHAQ interleaved, so that these share the same minutes.
     ms: median ± half the interquartile range of --rounds steps; tokens/s by the median or, for SHAQ, whose steps vary in length, the mean.
     On a GPU, peak MiB are those allocated or, where CUDA graphs hold steps or micro-batches, reserved."""
     m = start(args)
@@ -1355,7 +1386,8 @@ def bench_scaling(args):
                 papers[out] = paper_quality(t)
                 runs[out].append(dict(
                     size=size, variant=out, seed=seed, lr=t.s["lr"], params=t.params, tokens=taken * t.step_tokens, compute=compute,
-                    val_loss=loss, tokens_per_s=pace, dataset=data.name, bytes_per_token=data.bytes_per_token, curve=curve))
+                    val_loss=loss, tokens_per_s=pace, compiled=args.compile, dataset=data.name, bytes_per_token=data.bytes_per_token,
+                    curve=curve))
                 record(args, **runs[out][-1])
                 warn(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {taken:,} of {t.steps:,} steps, "
                      f"{loss:.4f} {nats(data.bytes_per_token)}")
@@ -1376,7 +1408,7 @@ def bench_scaling(args):
                 f"loss, {nats(data.bytes_per_token)} {{:.4f}}": ours,
                 f"against {base}": None if out == base else with_error(*paired(loss, [r["val_loss"] for r in others]))})
     table(args, f"Runs of equal FLOPs, {args.tokens_per_param:g} tokens per parameter of {base}, {data.name}, "
-          f"{args.seeds} seed{'s' * (args.seeds > 1)}", rows)
+          f"{args.seeds} seed{'s' * (args.seeds > 1)}, {'compiled' if args.compile else 'not compiled'}", rows)
     rows, slopes, of_base = [], {}, loss_against_compute(at_best_rate(runs[base]))[1]
     for out in args.variants:
         best = at_best_rate(runs[out])

@@ -1930,9 +1930,10 @@ def fo_pool(z, f, o, c0=None):
     """fo-pooling of activated inputs: c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t [QRNN, eq. 4].
 
     z, f, o (B, T, H), one dtype of float16, bfloat16, float32, float64; c0 (B, H), None for zeros. Returns h (B, T, H) in their dtype and
-    c_last (B, H), the c0 of the next window. The state (c0, c_last) is float32 for 16-bit inputs, else in their dtype. Differentiable once
-    in all inputs, through h and c_last. Raises ValueError for shapes that do not fit, c0 in another dtype, or several devices, TypeError for
-    other dtypes, NotImplementedError under forward-mode differentiation.
+    c_last (B, H), the c0 of the next window. The state (c0, c_last) is float32 for 16-bit inputs, else in their dtype. f_t = 0 (a logit of
+    -inf) forgets all before t, say at the start of a document. Differentiable once in all inputs, through h and c_last. Raises ValueError for
+    shapes that do not fit, c0 in another dtype, or several devices, TypeError for other dtypes, NotImplementedError under forward-mode
+    differentiation.
     """
     if z.dim() != 3 or not z.shape == f.shape == o.shape:
         raise ValueError(f"fo_pool: z, f, o must share one shape (B, T, H), got {tuple(z.shape)}, {tuple(f.shape)}, "

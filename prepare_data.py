@@ -100,8 +100,18 @@ def in_one_line(main, again, memory):
         main()
     except KeyboardInterrupt:
         die("interrupted" + again, 130)
-    except (MemoryError, RuntimeError) as e:  # PyTorch's own are RuntimeErrors
-        for words, advice in (("C++ compiler", "torch.compile wants a C++ compiler: install g++, or take --compile=0"),
+    except OSError as e:
+        advice = {**dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space and type the same command again"),
+                  **dict.fromkeys((errno.EACCES, errno.EPERM), "; choose what you may read, and write to, or start from a folder of yours, "
+                                  "where out/ and data/ then are made"),  # EPERM: a Mac's Documents and Desktop, without leave
+                  errno.ENOENT: ": is the folder that it is in there?", errno.EROFS: "; choose a place you may write to, or start from there",
+                  errno.EEXIST: ", and is no folder; choose another place", errno.ENOTDIR: "; choose another place"}
+        die(f"{e.filename + ': ' if e.filename else ''}{e.strerror or e}{advice.get(e.errno, '')}")
+    except Exception as e:  # PyTorch's own are RuntimeErrors, Triton's are not
+        for words, advice in (("ptxas", "Triton's assembler failed, perhaps as it is older than this GPU: install a newer Triton, set "
+                               "TRITON_PTXAS_PATH to a newer CUDA's ptxas, or uninstall triton and take --compile=0 "
+                               f"(.. {' '.join(str(e).split())[-200:]})"),
+                              ("C++ compiler", "torch.compile wants a C++ compiler: install g++, or take --compile=0"),
                               ("C compiler", "Triton wants a C compiler: install gcc, or uninstall triton and take --compile=0"),
                               ("too old to be", "this GPU is too old for Triton: uninstall that and take --compile=0"),
                               ("file too short", "torch.compile's cache holds a file that a kill cut short: delete the folder "
@@ -115,13 +125,6 @@ def in_one_line(main, again, memory):
         if not isinstance(e, MemoryError) and not re.search(too_much, str(e)):
             raise
         die(f"out of memory: take {memory} ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
-    except OSError as e:
-        advice = {**dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space and type the same command again"),
-                  **dict.fromkeys((errno.EACCES, errno.EPERM), "; choose what you may read, and write to, or start from a folder of yours, "
-                                  "where out/ and data/ then are made"),  # EPERM: a Mac's Documents and Desktop, without leave
-                  errno.ENOENT: ": is the folder that it is in there?", errno.EROFS: "; choose a place you may write to, or start from there",
-                  errno.EEXIST: ", and is no folder; choose another place", errno.ENOTDIR: "; choose another place"}
-        die(f"{e.filename + ': ' if e.filename else ''}{e.strerror or e}{advice.get(e.errno, '')}")
 
 
 def report(text):
@@ -428,7 +431,7 @@ def git_commit():
 # ---------------------------------------------------------------------------------------------------------------------
 # Tokenizers
 
-VOCAB_SIZE = {"byte": 256, "gpt2": 50257}
+VOCAB_SIZE = {"byte": 256, "gpt2": 50257}  # to add one of at most 65,536 tokens: its size here, its tiktoken encoding in bpe(); see safe_chunks
 
 
 @functools.lru_cache(None)
@@ -447,15 +450,19 @@ def gpt2():
             f"(now {os.environ.get('TIKTOKEN_CACHE_DIR') or 'not set'})")
 
 
+def bpe(tokenizer):
+    return {"gpt2": gpt2}[tokenizer]()
+
+
 def encode(tokenizer, text):
     """str -> list of int; 'byte' gives the UTF-8 bytes. No special tokens: '<|endoftext|>' is ordinary text."""
-    return list(text.encode()) if tokenizer == "byte" else gpt2().encode_ordinary(text)
+    return list(text.encode()) if tokenizer == "byte" else bpe(tokenizer).encode_ordinary(text)
 
 
 def decode(tokenizer, ids):
     """Sequence of int -> str; bytes that are no UTF-8 become U+FFFD."""
     ids = list(ids)  # bytes(an array) would be its raw memory
-    return bytes(ids).decode(errors="replace") if tokenizer == "byte" else gpt2().decode(ids)
+    return bytes(ids).decode(errors="replace") if tokenizer == "byte" else bpe(tokenizer).decode(ids)
 
 
 def safe_chunks(text, size):
@@ -473,11 +480,11 @@ def tokenize(raw, tokenizer, what, size=1 << 20):
     """bytes -> uint16 array of tokens; gpt2 takes pieces of about size characters on all cores."""
     if tokenizer == "byte":
         return np.frombuffer(raw, np.uint8).astype(np.uint16)
-    bpe, chunks = gpt2().encode_ordinary, list(safe_chunks(raw.decode(), size))
+    tokens_of, chunks = bpe(tokenizer).encode_ordinary, list(safe_chunks(raw.decode(), size))
     done, total, t0, tokens = 0, sum(map(len, chunks)), time.perf_counter(), []
-    pool = ThreadPoolExecutor()  # threads suffice, as tiktoken releases the GIL
+    pool = ThreadPoolExecutor(os.cpu_count())  # threads suffice, as tiktoken releases the GIL
     try:
-        for chunk, ids in zip(chunks, pool.map(lambda text: np.array(bpe(text), np.uint16), chunks)):
+        for chunk, ids in zip(chunks, pool.map(lambda text: np.array(tokens_of(text), np.uint16), chunks)):
             tokens.append(ids)
             done += len(chunk)
             progress(done, total, t0, f"tokenising {what}", unit="Mchar")
@@ -659,6 +666,8 @@ def read(path, utf8=False):
     raw = pathlib.Path(path).read_bytes()
     if not raw:
         die(f"{path} is empty")
+    if raw[:8] == np.array([MAGIC, VERSION], "<i4").tobytes():
+        die(f"{path} is a file of tokens, expected text: a folder of such files wants only a meta.json, like those that this script writes")
     if utf8:
         text_of(raw, path)
     return raw
@@ -770,7 +779,7 @@ def prepare(folder, name, tokenizer, raw, source, percent=(90,)):
     sha256 = hashlib.sha256(raw).hexdigest()
     raw = raw.removeprefix(codecs.BOM_UTF8)
     # a cut inside a character would leave two broken halves; War and Peace as bytes is split where its GPT-2 tokens are
-    by_characters = tokenizer == "gpt2" or name == "warandpeace"
+    by_characters = tokenizer != "byte" or name == "warandpeace"
     text = text_of(raw, source) if by_characters else raw
     cuts = [0, *(len(text) * p // 100 for p in percent), len(text)]
     parts = [text[a:b] for a, b in zip(cuts, cuts[1:])]
@@ -866,7 +875,7 @@ def main(argv=None):
     for path in args.input or ():
         if os.path.realpath(path) in [os.path.realpath(os.path.join(folder, n)) for n in ("train.bin", "val.bin", "meta.json")]:
             die(f"{path} would be written over: the prepared data goes there; take another --name")
-    raw = b"".join(read(path, utf8=tokenizer == "gpt2").removeprefix(codecs.BOM_UTF8) for path in args.input or ())
+    raw = b"".join(read(path, utf8=tokenizer != "byte").removeprefix(codecs.BOM_UTF8) for path in args.input or ())
     with alone(folder):
         if args.input:
             prepare(folder, name, tokenizer, raw, ", ".join(args.input))

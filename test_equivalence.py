@@ -738,7 +738,7 @@ def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypa
                   rope=top.split(rule)[0] + "#" + bottom.split(rule + "# Rotary positions backward")[1],
                   attention=(attention := "import torch.nn.functional as F\n" + top.split(rule)[0] + "#" + bottom.split(
                                  rule + "# Attention of one query")[1] + of_model("def plain_attention") + (
-                                     ways := model[model.index("def product_dtype("):model.index(rule + "# What GPT and SHAQ share")])),
+                                     ways := model[model.index("def product_dtype("):model.index(rule + "# The loss: GPT's by slices")])),
                   loss="import contextlib\nimport torch\n" + "".join(map(of_model, ("def product_dtype", "HEAD_LOGITS", "class HeadLoss"))),
                   memory="from collections import namedtuple\nfrom torch import nn\n" + attention + "".join(map(of_model, (
                       "def up_to(", "class Dropout", "def last(", "Ring", "class MemoryAttention"))),
@@ -2343,7 +2343,7 @@ def test_run_processes_share_the_work_by_rank_and_a_machines_gpus_by_local_rank(
     assert machine("cuda").dtype == torch.float32  # an older GPU only emulates bf16
     assert "TF32" not in machine("cuda", "float32").note  # and has none
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    refuses(lambda: machine("cuda", "float32"), "process 1 of this machine", "has 1 GPUs")
+    refuses(lambda: machine("cuda", "float32"), "process 1 of this machine wants cuda:1, but there are 1 GPUs")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
@@ -3224,7 +3224,7 @@ def test_fopool_extreme_gates_and_nan_in_its_channel(path):
     for f, kept in ((one, c0[:, None].expand_as(z)), (zero, z)):  # f = 1 keeps the state exactly, f = 0 takes the input
         h, c, _ = forward(z, f, one, c0, False)
         assert torch.equal(h, kept) and torch.equal(c, kept[:, -1])
-    for s in (100.0, -100.0):
+    for s in (100.0, -100.0, math.inf, -math.inf):
         gates = s * torch.ones(2, 20, 12)
         h, c, edges = forward(*gates.chunk(3, -1), c0, True)
         expected = c0[:, None].expand_as(h) if s > 0 else zero
@@ -5058,6 +5058,10 @@ def test_data_own_text_splits_and_drops_the_byte_order_mark(tmp_path, capsys, mo
     pd.main(argv)
     assert f"train_gpt.py --dataset=mine --data_dir={shlex.quote(str(tmp_path / 'd'))} --out_dir=out/mine\n" in capsys.readouterr().out
     d = pd.load_dataset("mine", str(tmp_path / "d"))
+    fails(capsys, lambda: pd.main(["--input", str(tmp_path / "d" / "mine" / "train.bin"), "--name=b"]), "is a file of tokens, expected text")
+    with pytest.raises(KeyError):
+        pd.encode("another", "a")  # a tokenizer half added
+    assert isinstance(pd.open_bin(str(tmp_path / "d" / "mine" / "train.bin"), 256).base, np.memmap)
     assert np.concatenate([d.train[:], d.val[:]]).astype(np.uint8).tobytes() == raw
     assert len(d.train) == len(raw) * 9 // 10
     with monkeypatch.context() as patch:  # more tokens than a header can count
@@ -5317,13 +5321,15 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
         (RuntimeError("Failed to find C compiler. Please specify via CC"), "install gcc", "--compile=0"),
         (TritonMissing(None), "wants Triton", "--compile=0"),
         (RuntimeError("ImportError: /tmp/torchinductor_me/lo/main.so: file too short"), "delete the folder /tmp/torchinductor_me", "--compile=0"),
-        (GPUTooOldForTriton(SimpleNamespace(name="P100", major=6, minor=0), None), "too old", "--compile=0")):
+        (GPUTooOldForTriton(SimpleNamespace(name="P100", major=6, minor=0), None), "too old", "--compile=0"),
+        (type("PTXASError", (Exception,), {})("PTXAS error: Internal Triton PTX codegen error\nptxas fatal: Value 'sm_121a' is not defined"),
+         "newer Triton", "TRITON_PTXAS_PATH", "--compile=0")):
         fails(capsys, ends(error), *words)
     fails(capsys, lambda: pd.run(lambda: [0] * 2**62, memory="a smaller --n"), "out of memory: take a smaller --n (MemoryError)")
     for script in (train_gpt, train_shaq):  # they name flags that they have
         flags = re.findall(r"--\w+", Path(script.__file__).read_text().rpartition("run(main, memory=")[2])
         assert len(script.parse([f"{flag}={'nano' if flag == '--size' else 8}" for flag in flags])) == len(flags) >= 3
-    for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), TypeError("a fault of ours")):
+    for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), TypeError("a fault of ours"), KeyError("a key")):
         with pytest.raises(type(error)):
             ends(error)()
     fails(capsys, lambda: pd.die("two\n  lines, a  b"), "error: two lines, a  b")  # a file's name stays as it is
@@ -5359,7 +5365,7 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
     tiktoken.get_encoding.assert_called_once_with("r50k_base")
     for module, words in ((None, ["pip install tiktoken"]),
                           (SimpleNamespace(get_encoding=unittest.mock.Mock(side_effect=OSError("no route"))),
-                           ["r50k_base (OSError)", " 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4 in a folder", "(now some/folder)"])):
+                           ["r50k_base (OSError)", " 0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4 in a folder", "set TIKTOKEN_CACHE_DIR to", "(now some/folder)"])):
         monkeypatch.setitem(sys.modules, "tiktoken", module)
         fails(capsys, pd.gpt2.__wrapped__, *words)
 
@@ -5723,7 +5729,7 @@ def test_data_gpt2_tokens_do_not_depend_on_the_cut_nor_on_the_cores(toy, tmp_pat
     capsys.readouterr()
     with unittest.mock.patch.object(pd.progress, "last", -1e9), unittest.mock.patch.object(pd, "ThreadPoolExecutor", wraps=pd.ThreadPoolExecutor) as pool:
         assert pd.tokenize(text.encode(), "gpt2", "mine", size=5000).tolist() == toy.encode_ordinary(text)
-    assert pool.call_args == ((), {}) and "tokenising mine: " in capsys.readouterr().err  # a thread a core and more; it shows progress
+    assert pool.call_args == ((os.cpu_count(),), {}) and "tokenising mine: " in capsys.readouterr().err  # all cores; it shows progress
     assert [pd.tokenize(b"a", kind, "").dtype for kind in pd.VOCAB_SIZE] == [np.uint16] * 2
     assert pd.decode("gpt2", pd.encode("gpt2", text)) == text
     pd.prepare(str(tmp_path / "u"), "u", "gpt2", ("abü" * 11).encode(), "")
@@ -6344,6 +6350,19 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
             assert torch.allclose(ways[name][0], exact, atol=1e-5)
     figures = dict(prefill="prefill_nano", decode="decode_nano", scaling="scaling")
     assert argv[0] not in figures or plotted(tmp_path) == {figures[argv[0]]}
+
+
+@pytest.mark.parametrize("name, off, words", [("hadamard_affine", 0.05, "hadamard, d = 32,"), ("hadamard_affine_norm", math.nan, "hadamard with norm"),
+                                              ("qrnn_pool", 0.05, "fo-pool, B 2, T 9, H 4,")])
+def test_bench_kernels_times_nothing_that_is_wrong(name, off, words, tmp_path, monkeypatch, capsys):
+    def wrong(*args, real=getattr(bench, name), **how):
+        y = real(*args, **how)
+        return y if args[0].dtype == torch.float64 else (y[0] * (1 + off), *y[1:]) if isinstance(y, tuple) else y * (1 + off)
+
+    monkeypatch.setattr(bench, "timed", None if name != "qrnn_pool" else bench.timed)
+    monkeypatch.setattr(bench, name, wrong)
+    argv = "kernels", "--widths=32", "--rows=4", "--pool=2x9x4", "--heads=1x8x24", "--rounds=1", *CPU
+    fails(capsys, lambda: bench.main([*argv, f"--out={tmp_path}/kernels.jsonl"]), words, "wrong here, by", "not timed")
 
 
 def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
@@ -7182,14 +7201,23 @@ def compiled(request, tmp_path_factory):
 
 
 @needs_triton
-def test_hadamard_machine_code_has_few_instructions_and_no_spills_but_those_known(compiled):
+def test_hadamard_machine_code_has_few_instructions_and_no_spills_but_those_known(compiled, monkeypatch):
     faults = []
     with bench.compilers(1) as pool:  # on the core that is free now: every other one of those that have not begun
         for case in [case for case, job in compiled.items() if not job.done()][::-2]:
             if compiled[case].cancel():
                 compiled[case] = compile_in(pool, case)
     for what in HADAMARD_CODE:
-        (ceiling, kind, _, dtype, d, *_), code = what, compiled[what].result()
+        (ceiling, kind, sm, dtype, d, n_head, only, *_), code = what, compiled[what].result()
+        if any(op.startswith(("ATOM", "RED.")) for op in code.ops):
+            faults.append((what, "a sum in no fixed order"))
+        if "grads" in kind or "backward" in kind:  # _programs launches as many as its registers let run at once
+            monkeypatch.setattr(kernels, "_capability", lambda device: divmod(sm, 10))
+            warps = 1 if "dots" in kind else kernels._plan(d, n_head, only, 32 if dtype == "fp32" else 16, kind)[1]
+            held = kernels._programs(2**40, code.plan, warps, torch.device("cpu"), kind.removeprefix("dots ")) // 132 * warps
+            print(what, code.registers, "registers,", held, "warps launched")
+            if code.registers > {8: 255, 12: 168, 16: 128}[held]:
+                faults.append((what, "registers for fewer warps than are launched", code.registers, held))
         if kind.startswith("dots"):  # 4 products for each M of the left, 8 for the right, as it takes halves; with fp32 to begin with twice as many
             plan, back = code.plan, kind == "dots backward"
             products = plan["M"] * plan["P"] * plan.get("G", 1) * (4 * plan["M"] * (1 + (kind == "dots pre")) + 8 + back * (8 * plan["M"] + 8))
@@ -7241,6 +7269,7 @@ def test_fopool_machine_code_has_no_spills_and_few_instructions(compiled):
         loads, back = [op for op in code.ops if op.startswith("LDG.E")], kind == "pool backward"
         print(what, f"the loop {code.loop:.1f} instructions an element, {code.far} far, {code.registers} registers, {len(loads)} loads")
         assert code.stack == 0 and not any(op.startswith(("LDL", "STL")) for op in code.ops)
+        assert not any(op.startswith(("ATOM", "RED.")) for op in code.ops)
         assert code.registers <= min(168, ceiling + 16 * (flag == "SEGMENTED"))  # with 168 three programs of four warps fit
         assert code.shared == 8 * code.plan["S"] * code.plan["D"] and sum(op.startswith("BAR") for op in code.ops) == 2
         # every step is loaded before the loop and, a round ahead, in it
