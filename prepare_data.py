@@ -356,6 +356,10 @@ def start_log(m, s, c, model, data, step, evaluated, written):
     if m.rank > 0:
         return lambda **record: None, versions
     first = dict(settings=s, config=c, params=sum(p.numel() for p in model.parameters()), machine=m.note, versions=versions)
+    size, free = 12 * first["params"], shutil.disk_usage(s["out_dir"]).free  # weights and the optimiser's two means in fp32
+    if free < 2 * size:
+        warn(f"note: {s['out_dir']} has {free / 1e9:.1f} GB free; a checkpoint takes {size / 1e9:.1f}, and the one before it stays until it is "
+             "written")
     return Log(os.path.join(s["out_dir"], "log.jsonl"), first, step, evaluated, written), versions
 
 

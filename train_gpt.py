@@ -120,6 +120,10 @@ def settle(typed, stored, m):
     return s, SIZES[s["size"]] | model
 
 
+# -----------------------------------------------------------------------------
+# Model, optimiser, step
+
+
 def build(s, c, data, m):
     "-> a new model on its device, its optimiser"
     c.setdefault("vocab_size", -(-data.vocab_size // 64) * 64)  # a multiple of 64 is faster on a GPU: 50257 -> 50304

@@ -108,6 +108,10 @@ def settle(typed, stored, m):
     return s, {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s} | dict(mean_window=s["bptt"])
 
 
+# -----------------------------------------------------------------------------
+# Model, optimiser
+
+
 def build(s, c, data, m):
     "-> a new model on its device, its optimiser"
     torch.manual_seed(s["seed"])
@@ -176,6 +180,10 @@ def evaluate(model, tokens, eval_tokens, bptt, m, streams=16, stop=None):
     return (m.mean(nats) * m.world / (streams * length)).item()
 
 
+# -----------------------------------------------------------------------------
+# Training
+
+
 def stepper(model, optimizer, s, m):
     "-> step((x, y), state, lr): updates the weights once, returns (loss, gradient norm before clipping), state"
     def update(batch, state):
@@ -190,10 +198,6 @@ def stepper(model, optimizer, s, m):
     # memory=mean holds an unfinished window, of any of 1,000 lengths: too many graphs
     return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and s["optimizer"] == "lamb"
                     and model.config.memory != "mean")
-
-
-# -----------------------------------------------------------------------------
-# Training
 
 
 def main():
