@@ -1082,6 +1082,8 @@ def _programs(N, plan, warps, device, kind):
     numbers of one tensor a thread holds, by its compiled code (Triton 3.9): with more than `most` it takes 255"""
     numbers = plan["R"] * plan.get("W", 512) * plan["M"] * plan["P"] // (32 * warps)
     most = 32 if kind == "backward" or kind == "grads" and plan["INNER"] else 48 if kind == "grads" else 0
+    if kind == "backward" and warps > 1 and plan["INNER"]:  # fp32 rows of 2048 and 4096: 32 take 255
+        most = 31
     if kind == "norm backward" and not plan["INNER"]:
         most = 16 if plan["W"] > 64 else 12  # 16 heads of 64 take 188 registers
     elif kind != "norm backward" and _capability(device)[0] >= 10:  # Blackwell: 32 take up to 255
@@ -1338,8 +1340,8 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):
-    """In words, for a log: the path hadamard_affine takes on this device (always PyTorch's for fp64; up to 132 rows never tensor cores); on
-    "cuda" where no GPU is, an H200's.
+    """In words, for a log: the path hadamard_affine takes on this device (always PyTorch's for fp64; forward up to 132 rows never on tensor
+    cores); on "cuda" where no GPU is, an H200's.
     ValueError for sizes that hadamard_affine refuses."""
     if n_head < 1 or d % n_head:
         raise ValueError(f"hadamard_path: d={d} is no multiple of n_head={n_head}")
@@ -1396,8 +1398,9 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     each gradient has its tensor's dtype. Returns x's shape and dtype. ValueError for wrong shapes, several devices, an n_head not dividing d.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d. For most sizes that is the same matrix; for all, the inner factor H_(d/h) can be
     folded into the value projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
-    On tensor cores (more than 132 rows in 16 bits, of most widths from 256 to 4096) a row with an infinite number comes out all NaN, and one
-    with a sum beyond fp32's range partly; at 1536 and 2048 alpha's gradient takes x @ H to 16 binary digits, an error of some 5e-6.
+    On tensor cores (16-bit rows of most widths from 256 to 4096: forward if there are more than 132, gradients together at 1536 and 2048) a
+    row with an infinite number comes out all NaN, one with a sum beyond fp32's range partly; alpha's gradient there has x @ H to 16 binary
+    digits, an error of some 5e-6.
     """
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)
