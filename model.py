@@ -65,13 +65,14 @@ class GPTConfig:
 
 # To add a choice, add its name here and a branch next to the existing ones. For attn_out, the branch goes into Attention.forward before the
 # error, where alpha and beta exist in fp32 (identity casts them). Create other parameters in Attention.__init__ and initialise them in
-# GPT.init_weights (flops_per_token counts matrices only). Make a fixed tensor a buffer with persistent=False and draw it from a generator of
-# its own, or the other weights change. train_gpt.py, compare and scaling take any choice; prefill, decode and train those in bench.py's OUTS.
+# GPT.init_weights (flops_per_token counts matrices only). Make a fixed tensor a buffer, with persistent=False unless it is random, and draw it
+# from a generator of its own, or the other weights change. For attn, search for "mha": all else counts as dva, without W_O and with three T x T
+# products. train_gpt.py, compare and scaling take any choice; prefill, decode and train those in bench.py's OUTS.
 CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])
 
-SIZES = {  # [1, table 2 and v1's sizes]: these reproduce every published parameter count. Their recipes: train_gpt.py's RECIPES
+SIZES = {  # [1, table 2 and v1's sizes]: these reproduce every published parameter count. Their recipes: train_gpt.py's RECIPES, or large's
     "nano": dict(n_layer=4, n_head=4, n_embd=160, block_size=256),  # ours: for a CPU and a few minutes
     "tiny": dict(n_layer=12, n_head=12, n_embd=768),
     "small": dict(n_layer=24, n_head=16, n_embd=1024),
@@ -152,7 +153,8 @@ class Dropout(nn.Dropout):
 
 
 def heads(qkv, table, n_head, d):
-    """qkv (B, T, 3d), for dva (B, T, 5d) -> q, k (B, h, T, d_h), rotated if table is given; v, as wide, or [V, K_R]; q_r or None"""
+    """qkv (B, T, 3d), for dva (B, T, 5d) -> q, k (B, h, T, d_h), rotated if table is given; v, as wide, or [V, K_R]; q_r or None. On a GPU
+    TurnedHeads has this function's gradient, written out: after a change of more than the angles set turned = False in Attention"""
     # Split before there are heads: after, torch.compile (2.11 to 2.13) failed for a GPU, on the gradient of heads wider than 256
     qk, rest = qkv.split((2 * d, qkv.size(2) - 2 * d), 2)                                # Q and K; V, or V, K_R and Q_R
     qk = qk.unflatten(2, (2 * n_head, -1))                                               # (B, T, 2h, d_h)
@@ -246,7 +248,7 @@ class Attention(nn.Module):
             y, y_r = y.chunk(2, -1)
             y = torch.addcmul(y, q_r, y_r)                                               # S V + Q_R * (S K_R)
         y = y.transpose(1, 2).reshape(B, T, d)                                           # Concat(heads)
-        if norm is not None:
+        if norm is not None:  # on a GPU up to d = 768; after a change of what follows set one_pass = False
             return hadamard_affine_norm(y, self.alpha, self.beta, residual, norm.weight, getattr(norm, "bias", None), norm.eps,
                                         isinstance(norm, nn.RMSNorm), self.order, self.attn_out == "head_hadamard")
         if self.attn_out == "dense":
@@ -369,7 +371,7 @@ class GPT(nn.Module):
                 p.zero_()
             elif name.endswith("c_proj.weight"):
                 p.normal_(0.0, 0.02 * branch)
-            elif name.endswith("alpha"):
+            elif name.endswith("attn.alpha"):
                 # The papers do not say. H keeps a vector's norm, c_proj scales it by 0.02 sqrt(d) branch: with this alpha the residual
                 # stream starts as with dense. With alpha = branch the loss ends 0.05 nats per byte above dense's (README)
                 p.fill_(0.02 * len(p) ** 0.5 * branch)
@@ -408,6 +410,8 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache, pos)
         if targets is None:
             return self.lm_head(x)
+        # A training loss of your own: under `if self.training`, as evaluate() reports what this returns. Other logits: in lm_head, which
+        # generate() calls, too
         usual = plain(self.lm_head, nn.Linear) and self.lm_head.bias is None and not torch.compiler.is_exporting()  # loses HeadLoss's backward
         if not usual or product_dtype(x) == torch.float16:  # fp16's gradients need the loss scale, known only in backward
             return cross_entropy(self.lm_head(x), targets)
@@ -467,13 +471,13 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T=None):
-        """Floating-point operations per token, forward and backward: 6 for each weight of a matrix product (the head counts; table look-ups,
+        """Floating-point operations per token, forward and backward: 6 for each weight of a matrix product (the head counts; wte, wpe,
         vectors and the Hadamard transform's additions do not) and 6 T d for each of attention's T x T products (two; dva: three), as if
         there were no causal mask, as is customary. A fixed matrix that is no Parameter is not counted: add 4 for each of its entries.
         PyTorch's FlopCounterMode finds less: it does not see the T x T products of blocked_attention."""
         c, T = self.config, T or self.config.block_size
         every = self.named_parameters(remove_duplicate=False)  # a tied head, and blocks that share weights
-        weights = sum(p.numel() for n, p in every if p.dim() == 2 and not n.startswith(("wte", "wpe")))
+        weights = sum(p.numel() for n, p in every if p.dim() > 1 and not n.startswith(("wte", "wpe")))
         return 6 * weights + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
 
     def angles(self, device=None, dtype=torch.float32):
@@ -804,10 +808,10 @@ def cross_entropy(logits, targets):
 
 
 def breakdown(model, parts):
-    "{part: parameters}. parts: {word: part}; a parameter belongs to the first whose word is in its name, StopIteration if none is"
-    counts = dict.fromkeys(parts.values(), 0)
+    "{part: parameters}. parts: {word: part}; a parameter belongs to the first whose word is in its name, else to the part 'other'"
+    counts = dict.fromkeys([*parts.values(), "other"], 0)
     for name, p in model.named_parameters():
-        counts[next(part for word, part in parts.items() if word in name)] += p.numel()
+        counts[next((part for word, part in parts.items() if word in name), "other")] += p.numel()
     return {part: n for part, n in counts.items() if n}
 
 
@@ -971,6 +975,7 @@ SHAQ_PRESETS = {                                                        # parame
     "layers2": dict(n_layer=2, attn_layers=(2,)),                       # 28,570,829                         29M
     "shaq": dict(rnn="qrnn", rnn_residual=True, gates=False, ff="none"),  # 26,452,173                       26M
 }
+all(SHAQConfig(**preset) for preset in SHAQ_PRESETS.values())  # a TypeError names a setting that there is not
 # SHA-RNN's published code has 53,798,093; 24,576 of these are never read and are left out here (qkvs, r_gate, and the norms lnout,
 # lnmid and lnmem of blocks that do not use them).
 # (*) Truncated, not rounded (53.8, 51.7), as in section 5, where SHA-RNN is "53M" (in the tables "54M"). Without W_q they would
@@ -1007,9 +1012,9 @@ class QRNN(nn.Module):
 
         Z = tanh(W_z * X)    F = sigmoid(W_f * X)    O = sigmoid(W_o * X)    c_t = f_t c_(t-1) + (1 - f_t) z_t    h_t = o_t c_t
 
-    W * X is the convolution; qrnn_pool does the rest. To try another recurrence, replace it by a loop over t, under autograd.
-    The authors' pytorch-qrnn swaps f and 1 - f, and x_t and x_(t-1): to load its weights, negate W_f and b_f and swap the
-    halves of the columns."""
+    W * X is the convolution; qrnn_pool does the rest. To try another recurrence, replace it by a loop over t, under autograd, and take
+    --compile=0. The authors' pytorch-qrnn swaps f and 1 - f, and x_t and x_(t-1): to load its weights, negate W_f and b_f and swap the halves
+    of the columns."""
 
     def __init__(self, config):
         super().__init__()
@@ -1371,7 +1376,7 @@ class SHAQ(nn.Module):
         """Matrix-product operations per token, forward and backward, for windows of T and a full memory whose rows get no gradient."""
         cfg = self.config
         every = self.named_parameters(remove_duplicate=False)  # blocks may share weights
-        weights = sum(p.numel() for name, p in every if p.dim() == 2 and "overparam" not in name)
+        weights = sum(p.numel() for name, p in every if p.dim() > 1 and "overparam" not in name)
         keys = {"full": max(cfg.mem_len, T), "mean": 1 + cfg.mean_window, "none": T}[cfg.memory]
         new = T if cfg.memory == "full" else keys
         return 6 * weights + (8 * keys + 4 * new) * cfg.n_embd * len(cfg.attn_layers)
@@ -1615,7 +1620,8 @@ class Replayed:
 
     batch, state: lists or tuples of tensors, nested in any way, or None. figures: two numbers, or one, which fills both; the next step
     overwrites them. on=False: no graphs. A step that changes the shapes of its state is never recorded. The state, too, is overwritten by
-    the next step, and its tensors must not change places. Dropout draws what it would without a graph. whole=False: update is a part of a
+    the next step, and its tensors must not change places. Dropout draws what it would without a graph. Python in update runs only until it
+    is recorded: what is to vary, other than lr, must be a tensor that is changed in place. whole=False: update is a part of a
     step that adds to the gradients of optimizer's parameters: set these to zero, never to None."""
 
     def __init__(self, update, optimizer, on, whole=True):
@@ -1781,7 +1787,7 @@ def load_checkpoint(path, kind=None):
 
 
 def model_of(ckpt):
-    "The model of a checkpoint, on the CPU, without dropout: .train() turns that on"
+    "The model of a checkpoint, on the CPU, without dropout: .train() turns that on. With RoPE ckpt['config']['block_size'] may be raised before"
     Model, Config = KINDS[ckpt["kind"]]
     model = Model(Config(**ckpt["config"]))
     model.load_state_dict(ckpt["model"])

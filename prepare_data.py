@@ -66,6 +66,7 @@ def after_the_first():
 
 def warn(text):
     """Print on stderr, unless nobody reads it any more: in `train_gpt.py 2>&1 | tee log`, Ctrl-C ends tee, too."""
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)  # a stranger's checkpoint or server may name what clears a terminal
     with contextlib.suppress(OSError):
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # in one write: torchrun's unbuffered processes may print at once
 
@@ -108,9 +109,9 @@ def in_one_line(main, again, memory):
                   errno.EEXIST: ", and is no folder; choose another place", errno.ENOTDIR: "; choose another place"}
         die(f"{e.filename + ': ' if e.filename else ''}{e.strerror or e}{advice.get(e.errno, '')}")
     except Exception as e:  # PyTorch's own are RuntimeErrors, Triton's are not
-        for words, advice in (("ptxas", "Triton's assembler failed, perhaps as it is older than this GPU: install a newer Triton, set "
-                               "TRITON_PTXAS_PATH to a newer CUDA's ptxas, or uninstall triton and take --compile=0 "
-                               f"(.. {' '.join(str(e).split())[-200:]})"),
+        for words, advice in (("ptxas fatal", "Triton's assembler may be older than this GPU: install a newer Triton, set "
+                               "TRITON_PTXAS_BLACKWELL_PATH to a newer CUDA's ptxas, or uninstall triton and take --compile=0 "
+                               f"({''.join(re.findall('ptxas fatal.*', str(e))[:1])})"),
                               ("C++ compiler", "torch.compile wants a C++ compiler: install g++, or take --compile=0"),
                               ("C compiler", "Triton wants a C compiler: install gcc, or uninstall triton and take --compile=0"),
                               ("too old to be", "this GPU is too old for Triton: uninstall that and take --compile=0"),
@@ -234,7 +235,7 @@ def write_or_warn(path, write):
 
 
 def progress(done, total, t0, what, start=0, unit="MB", scale=1e6, after=0):
-    """Print a line on stderr, ten times a second on a terminal, else every ten seconds, but the last none in the first after seconds: done of
+    """Print a line on stderr, ten times a second on a terminal, else every ten seconds, but in the first after seconds only the last: done of
     total (None: unknown), starting from start at time t0."""
     now, tty, end = time.perf_counter(), sys.stderr.isatty(), done == total
     if not end and (now - t0 < after or now - progress.last < (0.1 if tty else 10)):
@@ -356,10 +357,10 @@ def start_log(m, s, c, model, data, step, evaluated, written):
     if m.rank > 0:
         return lambda **record: None, versions
     first = dict(settings=s, config=c, params=sum(p.numel() for p in model.parameters()), machine=m.note, versions=versions)
-    size, free = 12 * first["params"], shutil.disk_usage(s["out_dir"]).free  # weights and the optimiser's two means in fp32
-    if free < 2 * size:
-        warn(f"note: {s['out_dir']} has {free / 1e9:.1f} GB free; a checkpoint takes {size / 1e9:.1f}, and the one before it stays until it is "
-             "written")
+    files = 1 if step is not None else 3 if "preset" in s else 2  # still to come: ckpt.pt, SHAQ's best.pt, and what replaces one of them
+    want, free = files * 12 * first["params"], shutil.disk_usage(s["out_dir"]).free  # weights and the optimiser's two means in fp32
+    if free < want:
+        warn(f"note: {s['out_dir']} has {free / 1e6:,.0f} MB free, checkpoints want {want / 1e6:,.0f}: free some space meanwhile")
     return Log(os.path.join(s["out_dir"], "log.jsonl"), first, step, evaluated, written), versions
 
 
@@ -401,7 +402,7 @@ def unchanged(typed, stored, free):
 def shorten(s, asked, step, pace, say):
     """Every 25 steps, or as soon as the time is up if that is sooner, cut the schedule to the steps that fit into max_minutes at the pace so
     far, at most asked (None: change nothing). pace: seconds a step, averaged over processes, so that all decide alike; 0 while
-    unknown. s["paced"]: max_steps is settled, by the time before, also in a run that this one resumes, or by --max_steps on --resume."""
+    unknown. s["paced"]: max_steps is settled, by a cut before, also in a run that this one resumes, or by --max_steps on --resume."""
     up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
     if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return
@@ -619,7 +620,7 @@ def shared_dataset(s, m):
 
 @dataclasses.dataclass
 class Source:
-    url: str = ""
+    url: str = ""  # of the text, or of a zip whose member has the data set's name
     tokenizer: str = "byte"
     size: int = 0
     digest: tuple = ("sha256", "")  # leave it out of a new entry: the error then prints the digest to enter
@@ -749,10 +750,12 @@ def fetch(name, folder, url, copy=None):
     if (len(raw), found) != (source.size, expected):
         problem = f"{len(raw):,} bytes, {algorithm} {found}; expected {source.size:,} bytes, {expected}"
         if not (source.revised and re.search(source.revised, raw)):
-            if not copy:
+            downloaded = used not in (copy, path)
+            if downloaded:
                 os.remove(used)
             die(f"{came_from} is not {name} ({problem}); " + (
-                "name another file" if copy else f"removed {used}: download it again or name another file"))
+                "name another file" if copy else f"removed {used}: download it again or name another file" if downloaded else
+                "move it away, or name another file with --from_file"))
         warn(f"note: {came_from} is not the edition that our figures are for ({problem})")
     if not copy:
         os.replace(used, path)
@@ -772,6 +775,7 @@ def write_bin(path, tokens, vocab_size):
 
 def write_meta(folder, **meta):
     """Write meta.json, the last file of a data set, and report what it describes."""
+    meta["source"] = re.sub(r"^(https?://)(?:[^/@]*@)?([^?#]*).*", r"\1\2", meta["source"])  # without passwords and keys
     write_atomic(os.path.join(folder, "meta.json"), lambda f: f.write(json.dumps(meta, indent=1).encode() + b"\n"))
     report(f"{folder}: {meta['source']}; {meta['tokenizer']} tokens; {meta['split']}")
     for split, count in meta["tokens"].items():
@@ -819,7 +823,8 @@ def prepare_fineweb(folder, name, url, shards):
             path = used = os.path.join(folder, shard)
             if url.startswith("file:") or not os.path.exists(path):
                 used = download(f"{url}/{shard}", f"{path}.{mirror}.part")
-            again = f"another folder: --from_file FOLDER, whose {shard} is whole" if url.startswith("file:") else "the same command again"
+            again = (f"another folder: --from_file FOLDER, whose {shard} is whole" if url.startswith("file:") else
+                     "the same command again" + ", once you have moved it away" * (used == path))
             t, count = None, 0
             with contextlib.suppress(SystemExit):  # the reason is printed
                 t = Tokens([used], vocab, again)
@@ -827,7 +832,8 @@ def prepare_fineweb(folder, name, url, shards):
                 count = len(t)
             del t  # Windows neither removes nor renames a file that is mapped
             if not count:
-                os.remove(used)
+                if used != path:
+                    os.remove(used)
                 raise SystemExit(1)
             tokens[split] += count
             sha256[shard] = hashlib.sha256(np.memmap(used, np.uint8, "r")).hexdigest()

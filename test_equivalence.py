@@ -78,7 +78,8 @@ if kernels.triton is not None:  # Triton 3.6's interpreter takes int() of an arr
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter.InterpretedFunction.run, interpreter._patch_lang = launch, patch
 
-for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MKL_NUM_THREADS", "PYTHONWARNINGS", "PYTHONDEVMODE"):
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MKL_NUM_THREADS", "PYTHONWARNINGS", "PYTHONDEVMODE",
+             "PYTHONSAFEPATH", "FORCE_COLOR", "PYTHON_COLORS"):
     os.environ.pop(name, None)  # of the shell's; the processes that tests start would take them over, too
 torch.set_num_threads(1)  # what is computed here is so small that threads cost more than they save, ten times as much beside other work
 machine("cpu", "float32")  # as in the scripts, freed memory is kept: a matrix of 64 MB costs half of the time that fresh pages do
@@ -1257,7 +1258,10 @@ def test_layers_by_themselves_hold_no_memory_that_nothing_wrote():
 
 
 def test_gpt_flops_per_token_and_breakdown_by_hand():
-    parts = make(attn_out="hadamard").param_breakdown()
+    m = make(attn_out="hadamard")
+    m.h[0].scale = nn.Parameter(torch.ones(3))  # somebody's own
+    parts = m.param_breakdown()
+    assert parts.pop("other") == 3
     assert [parts[k] for k in ("attention in", "attention out", "norms")] == [2 * (3 * 48 * 48 + 3 * 48), 2 * 2 * 48, 5 * 2 * 48]
     # a layer of width 8: W_Q, W_K, W_V 192, W_O 64, SwiGLU of hidden width 32: 3 * 256 = 768; two layers, a head of 10 * 8
     config = dict(n_layer=2, n_head=2, n_embd=8, block_size=4, vocab_size=10)
@@ -1970,6 +1974,7 @@ def test_loss_is_that_of_the_logits_whatever_the_head():
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float64):  # which leaves float64 alone
                 loss = run(m, idx, idx)
             torch.testing.assert_close(loss, F.cross_entropy(run(m, idx).flatten(0, 1), idx.flatten()), rtol=rtol, atol=0)
+        assert run(m.bfloat16(), idx, idx).dtype == torch.float32  # of a model in 16 bits, too
     loss = torch.export.export(m := make(), (idx, idx)).module()(idx, idx)  # which would trace the head's loss, but not its gradient
     found, own = (torch.autograd.grad(x, [*m.parameters()]) for x in (loss, m(idx, idx)))
     torch.testing.assert_close(found, own)
@@ -2474,7 +2479,7 @@ def cut(gm, inputs):  # captured as on a GPU; inductor's C++ takes longer than a
     return aot_eager(gm, inputs)
 run("compiled", train_gpt)
 """
-PAIRED = dict(stopped=["--dropout=0", "--micro_batch=2"], halted=["--max_steps=1"],
+PAIRED = dict(stopped=["--dropout=0", "--micro_batch=2"], halted=["--max_steps=1", "--micro_batch=99"],  # more than a process has
               shaq=["--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3", "--dataset=split"],
               compiled=["--dropout=0", "--micro_batch=2", "--n_embd=64", "--mlp=none", "--max_steps=3", "--eval_tokens=224"])  # one window alone
 
@@ -2605,6 +2610,7 @@ def test_train_learns_logs_samples_and_saves(train, tmp_path, sampled):
     path = tmp_path / "out/ckpt.pt"
     ckpt = torch.load(path, weights_only=True)
     assert {"model", "optimizer", "step", "settings", "config", "data"} <= set(ckpt) and ckpt["step"] == 40
+    assert ckpt["versions"] == first["versions"]  # whose commit is named where another cannot read it
     assert all(torch.equal(v, ckpt["model"][k]) for k, v in model_of(load_checkpoint(str(path))).state_dict().items())
     assert not any(part.training for part in model_of(ckpt).modules())
     assert sorted(os.listdir(tmp_path / "out")) == ["ckpt.pt", "log.jsonl"]
@@ -2704,6 +2710,9 @@ def test_train_evaluation_by_hand(monkeypatch):
         assert found == pytest.approx(F.cross_entropy(m.eval()(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item())
     whole, five = (train_gpt.evaluate(m, t, 10**9, 2, cpu) for t in (tokens[:96], tokens[:81]))
     assert whole == five  # the sixth window has no token after its last
+    with monkeypatch.context() as patch:  # sums are fp64
+        patch.setattr(m, "forward", lambda x, y: torch.tensor(0.1))
+        assert train_gpt.evaluate(m, np.zeros(16001, int), 10**9, 1, cpu) == pytest.approx(torch.tensor(0.1).item(), rel=1e-12)
     moved = []  # NCCL adds up nothing that is not on the GPU
     monkeypatch.setattr(train_gpt, "stack", lambda *a, stack=train_gpt.stack: stack(*a[:-1], torch.device("cpu")))
     monkeypatch.setattr(torch.Tensor, "to", lambda t, *a, **kw: moved.append(a) or t)
@@ -2927,6 +2936,7 @@ def test_train_seed_draws_the_first_weights():
     m, data, small = machine("cpu", "float32"), SimpleNamespace(vocab_size=300, train=[]), dict(n_layer=1, n_head=1, n_embd=8, attn_layers=(1,))
     for script in (train_gpt, train_shaq):
         one, again, other = (script.build(*script.settle(small | dict(seed=seed), {}, m), data, m)[0] for seed in (2, 2, 3))
+        assert all(part.training for part in one.modules())  # or nothing would be dropped
         assert torch.equal(one.wte.weight, again.wte.weight) and not torch.equal(one.wte.weight, other.wte.weight)
         assert one.config.vocab_size == (320 if script is train_gpt else 300)  # the data's, a GPT's padded
     for script, more, betas in ((train_gpt, dict(size="tiny"), (0.9, 0.95)), (train_shaq, dict(optimizer="adamw"), (0.9, 0.999))):
@@ -2981,6 +2991,7 @@ def test_train_damaged_data_is_one_line(train, tmp_path, data_dir):
 
 def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, tmp_path, monkeypatch):
     assert train("--max_steps=1")[0] == 0
+    ended(train("--resume", "--lr=0.01", "--n_layer=1", "--attn_out=hadamard"))  # as they were
     path = tmp_path / "out/ckpt.pt"
     good = path.read_bytes()
     for flag in ("--lr=1", "--n_layer=2", "--attn_out=dense", "--mlp=gelu", "--bias=0", "--size=tiny", "--block_size=64", "--tie_weights=0",
@@ -3018,6 +3029,9 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
         with unittest.mock.patch.object(torch, "load", side_effect=e), pytest.raises(type(e)):  # for run() to say so: the file may be good
             load_checkpoint(str(path))
     path.write_bytes(good)
+    written = os.stat(path).st_mtime_ns  # of what is read: meanwhile another run may save
+    with unittest.mock.patch.object(torch, "load", lambda *a, load=torch.load, **kw: (load(*a, **kw), os.utime(path, (1, 1)))[0]):
+        assert load_checkpoint(str(path))["written"] == written
     ckpt = load_checkpoint(str(path))
     torch.save({k: v for k, v in ckpt.items() if k != "evaluated"}, path)  # as of old
     one_line(train("--resume"), "ckpt.pt", "no checkpoint of these scripts")
@@ -4108,6 +4122,9 @@ def test_train_shaq_evaluation_by_hand(monkeypatch):
     for rank in range(3):
         train_shaq.evaluate(m, tokens, 2**62, 20, replace(cpu, rank=rank, world=3), streams=2)
     assert sums[2] == 0 and sum(sums) / 180 == pytest.approx(found)
+    monkeypatch.setattr(m, "forward", lambda x, y, state: (torch.tensor(0.1), None))
+    assert train_shaq.evaluate(m, tokens, 2**62, 1, cpu, streams=2) == pytest.approx(torch.tensor(0.1).item(), rel=1e-12)  # sums are fp64
+    monkeypatch.setattr(m, "forward", SHAQ.forward.__get__(m))
     cut, read = [], train_shaq.read  # a stream is of 64 tokens or more, if there are so many to read
     monkeypatch.setattr(train_shaq, "read", lambda tokens, mine, length, *a: cut.append((len(mine), length)) or read(tokens, mine, length, *a))
     for n, most in ((200, 2**62), (193, 2**62), (63, 2**62), (2000, 2**62), (2000, 64), (2000, 127)):
@@ -4182,6 +4199,7 @@ def test_train_stopped_just_before_an_evaluation_makes_it_on_resume_wherever_it_
     groups = load_checkpoint(str(there / "ckpt.pt"))["optimizer"]["param_groups"]
     assert all(type(g["lr"]) is float and not g.get("capturable") for g in groups)
     one_line(run("--resume", "--max_steps=6", out=there), "--max_steps=6", "is at step 7 already")
+    assert records(there) == log  # what is refused leaves no trace
     assert "sample:" in ended(run("--resume", out=there))[1]  # at its end it has nothing to do but that
     ended(run("--max_steps=0", out="zero"))
     result = ended(run("--resume", "--max_steps=1", out="zero"))  # from step 0, too, and not anew
@@ -4234,10 +4252,14 @@ def test_train_saves_take_no_more_than_a_tenth_of_the_time_and_the_last_comes_an
     steps = "--max_steps=12", "--eval_interval=1"
 
     def slow(path, f):
+        assert "val_loss" in records(Path(path).parent)[-1]  # in the log before a checkpoint says that it was made: a kill comes in between
         done = write(path, f)
         if path.endswith("ckpt.pt"):
             now[0] += 0.35
-            kept.append(torch.load(path, weights_only=True)["step"])
+            ckpt = torch.load(path, weights_only=True)
+            kept.append(ckpt["step"])
+            if script is train_shaq:  # for the same reason never beside an older best.pt than it speaks of
+                assert torch.load(Path(path).with_name("best.pt"), weights_only=True)["best"] == ckpt["best"]
         return done
 
     def tick(step, *a):
@@ -4263,6 +4285,11 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, monkeyp
     evaluate, added = train_shaq.evaluate, itertools.chain((9, 0, 9, 9, 0), (9, 0), (9, 0), itertools.repeat(0))  # the test split's are last
     monkeypatch.setattr(train_shaq, "evaluate", lambda *a, **kw: evaluate(*a, **kw) + next(added))  # so that the best is step 4's
 
+    with monkeypatch.context() as patch:  # one that is as good is no better
+        patch.setattr(train_shaq, "evaluate", lambda *a, **kw: 1.0)
+        ended(train_shaq_here("--max_steps=8", out="even"))
+    assert load_checkpoint(str(tmp_path / "even/best.pt"))["step"] == 0
+
     def resumed(out):
         return ended(train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out=out))[1]
 
@@ -4285,6 +4312,11 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, monkeyp
     assert not (tmp_path / "o/best.pt").exists()  # the best so far is known from the checkpoint
     one_line(train_shaq_here("--resume", "--max_steps=13", "--eval_tokens=300", out="p"), "eval_tokens")  # would not compare
     assert "test, best checkpoint:" in resumed("p")  # which is from before
+    with monkeypatch.context() as patch:  # another process cannot read it: then all go on with what they have
+        read = []
+        patch.setattr(train_shaq, "load_checkpoint", lambda *a: (load_checkpoint(*a), read.append(a))[0])
+        patch.setattr(model_py.Machine, "all", lambda m, done: done and not (len(read) == 2 and not read.append(0)))
+        assert "test, last step:" in resumed("p")
     torch.save(best | dict(best=best["best"] + 1), tmp_path / "p/best.pt")  # the disk was full when the best was found
     assert "test, last step:" in resumed("p")
 
@@ -4342,6 +4374,8 @@ def test_train_stopped_in_an_evaluation_repeats_it_on_resume(either, tmp_path, m
             (both := settle(*a))[0].update(eval_windows="first"), both)[1])
         said, log = stopped("both", *flags)
         assert "nothing to save" in said and "step 0/6  validation" in said and "training split" not in said and not log[1:]
+        n = 4  # of step 3: half an evaluation is none
+        assert "; saved step 3 in" in stopped("half", *flags)[0] and not load_checkpoint(str(tmp_path / "half/ckpt.pt"))["evaluated"]
 
 
 def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
@@ -4353,8 +4387,10 @@ def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
     more = {split: n * meta["tokens"][split] for split, n in (("train", 7), ("val", 3), ("test", 5))}
     (data / "meta.json").write_text(json.dumps(meta | dict(bytes=meta["bytes"] | more)))
     monkeypatch.setattr(script, "peak_flops", lambda m: (1e9, "here"))
-    # the other processes wait here for what only the first one can fail at: its log
-    monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: setattr(m, "net", model if records(tmp_path / "out") else None))
+    # the other processes wait here for what only the first one can fail at: its log. Until then a signal ends them as it ends any process
+    waited, handler = [], signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(model_py.Machine, "parallel", lambda m, model: waited.append(
+        (len(records(tmp_path / "out")), signal.getsignal(signal.SIGTERM))))
     seconds, evaluate, seed, generate = itertools.count(), script.evaluate, torch.manual_seed, SHAQ.generate
     monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=seconds.__next__))
     monkeypatch.setattr(script, "progress", lambda done, total, *a, after, **kw: bars.append((done, total, after)))
@@ -4366,6 +4402,7 @@ def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
     flags = ["--size=tiny", "--lr=0.02"] if gpt else ["--mem_len=10", f"--eval_tokens={meta['tokens']['test'] - 1}"]
     _, said, _, (first, *log) = ended(run("--dataset=three", f"--data_dir={data.parent}", "--seed=2", *flags))
     s, c, steps = first["settings"], first["config"], [r for r in log if "loss" in r]
+    assert waited == [(1, handler)]
     assert bars[0][0] == 0 and all(0 <= done < total and after == 5 for done, total, after in bars)  # an evaluation's progress, if it is long
     assert sum(done == 0 for done, *_ in bars) == 3 + (not gpt) < len(bars)  # the test split's, too
     flops = GPT(GPTConfig(**c)).flops_per_token() if gpt else SHAQ(SHAQConfig(**c)).flops_per_token(20)
@@ -4512,9 +4549,13 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
     tokens, epochs = ([r[k] for r in whole if "loss" in r] for k in ("tokens", "epoch"))
     epoch = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 4 * 4
     assert epochs == [sum(tokens[:i]) // epoch for i in range(25)] and max(epochs) >= 1  # of each step: the epoch that it reads
+    with monkeypatch.context() as patch:  # stopped in an epoch's last step, it goes on with the next one
+        patch.setattr(train_shaq, "StopSignal", stops(epochs.index(1)))
+        assert train_shaq_here(*flags, "--max_steps=25", out="end")[0] == 130
+    assert losses(ended(train_shaq_here("--resume", out="end"))[3])[0] == one
     ckpt = torch.load(tmp_path / "parts/ckpt.pt", weights_only=True)
     group = ckpt["optimizer"]["param_groups"][0]
-    assert ckpt["step"] == 25 and ckpt["epoch"] >= 1 and ("max_norm" in group) == (optimizer == "lamb") and group["weight_decay"] == 1.2e-6
+    assert ckpt["versions"] == whole[0]["versions"] and ckpt["step"] == 25 and ckpt["epoch"] >= 1 and ("max_norm" in group) == (optimizer == "lamb") and group["weight_decay"] == 1.2e-6
     assert {r["lr"] for r in whole if "lr" in r} == {8e-3}
     with monkeypatch.context() as patch:  # the second of two processes takes up its own half of the streams
         seen, second = [], model_py.Machine(torch.device("cpu"), torch.float32, 1, 2, "")
@@ -4655,6 +4696,9 @@ def test_train_shaq_flags_reach_the_model(train_shaq_here, tmp_path):
     assert all(t.any() for t in moments)  # grad_clip=0 is no clipping, not no gradient
     assert torch.cat([t.flatten() for t in moments]).norm() > 0.25 * (1 - 0.9 ** 3)  # more than the default lets through
     assert [g["weight_decay"] for g in optimizer["param_groups"]] == [0.1]
+    ended(train_shaq_here("--max_steps=1", "--grad_clip=1e-3", out="clipped"))  # before the step that they make, not after
+    moments = torch.load(tmp_path / "clipped/ckpt.pt", weights_only=True)["optimizer"]["state"].values()
+    assert torch.cat([s["exp_avg"].flatten() for s in moments]).norm() == pytest.approx(0.1 * 1e-3, rel=1e-3)
     for preset, flag in (("shaq", "rnn=lstm"), ("shaq", "ff=boom"), ("ffn", "ff=none"), ("mean_mem", "memory=full"), ("sharnn", "memory=none")):
         c = train_shaq.settle(train_shaq.parse([f"--preset={preset}", f"--{flag}"]), {}, machine("cpu", "float32"))[1]
         name, value = flag.split("=")
@@ -4906,7 +4950,7 @@ def write(path, tokens, vocab=256):
 
 
 @contextlib.contextmanager
-def server(body, ranges=True, cut=(), pause=lambda: None, length=True, part=None, shift=0, modified=0):
+def server(body, ranges=True, cut=(), pause=lambda: None, length=True, part=None, shift=0, modified=0, total=True):
     """Serve body, of the time modified, on 127.0.0.1; the n-th reply stops after cut[n] bytes, and one that goes on from somewhere after
     part, shift bytes further on than asked for; pause() follows each 64 KB. Yields (url, list of Range headers seen)."""
     seen = []
@@ -4928,7 +4972,7 @@ def server(body, ranges=True, cut=(), pause=lambda: None, length=True, part=None
             if length:
                 self.send_header("Content-Length", str(end - start))
             if start:
-                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(body)}")
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(body) if total else '*'}")
             self.end_headers()
             stop = cut[len(seen) - 1] if len(seen) <= len(cut) else len(body)
             with contextlib.suppress(OSError):
@@ -4992,6 +5036,10 @@ def test_data_bin_roundtrip_across_shards(tmp_path):
     head = np.fromfile(paths[1], "<i4", 256)  # llm.c's header
     assert head[:3].tolist() == [20240520, 1, 599] and not head[3:].any()
     assert os.path.getsize(paths[1]) == 1024 + 2 * 599
+    with open(tmp_path / "large.bin", "wb") as f:  # a hole, of more bytes than 31 bits count
+        f.write(np.array([20240520, 1, 2**30 + 1], "<i4").tobytes())
+        f.truncate(1024 + 2 * (2**30 + 1))
+    assert len(pd.Tokens([str(tmp_path / "large.bin")], 256)) == 2**30 + 1
 
 
 def test_data_damaged_bin_is_one_line(tmp_path, capsys):
@@ -5086,8 +5134,11 @@ def test_data_own_text_splits_and_drops_the_byte_order_mark(tmp_path, capsys, mo
 @pytest.mark.parametrize("serve, left, asked", [
     (dict(cut=(150_000, 70_000)), 0, [0, 150_000, 220_000]), (dict(length=False), 0, [0]),  # a server that does not say how long
     (dict(cut=(150_000,), part=100_000), 0, [0, 150_000, 250_000, 350_000]),  # a server may give less than was asked for
-    ({}, 100_000, [100_000]), (dict(ranges=False), 100_000, [100_000]), ({}, None, [None])])  # None: all of it, not yet checked
+    (dict(total=False), 100_000, [100_000]),  # nor how long all of it is
+    ({}, 100_000, [100_000]), ({}, 400_000, [400_000]), (dict(ranges=False), 100_000, [100_000]), ({}, None, [None])])  # None: all of it, not yet checked
 def test_data_download_goes_on_where_it_stopped_and_from_a_part_file(corpus, serve, left, asked, monkeypatch, capsys):
+    on_disk = []
+    monkeypatch.setattr(pd.os, "fsync", lambda fd: on_disk.append(os.fstat(fd).st_size))
     monkeypatch.setattr(pd.progress, "last", -1e9)
     with server(corpus.packed, **serve) as (url, seen):
         if left != 0:
@@ -5095,6 +5146,7 @@ def test_data_download_goes_on_where_it_stopped_and_from_a_part_file(corpus, ser
         corpus.main(f"--url={url}")
     assert left is None or re.search(r"enwik8\.zip: 0\.\d( of 0\.\d MB \(\d+%\))?.*MB/s", capsys.readouterr().err)  # progress
     assert seen == [f"bytes={len(corpus.packed) if at is None else at}-" if at != 0 else None for at in asked]
+    assert left is None or on_disk[0] == len(corpus.packed)  # all of it, before it is taken for whole: the power may fail
     corpus.main()  # the kept download: its url is not asked again
     d = pd.load_dataset("enwik8", corpus.data)
     assert [len(t) for t in (d.train, d.val, d.test)] == [360_000, 20_000, 20_000]
@@ -5174,6 +5226,11 @@ def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys, monkeypa
         patch.setattr(zipfile.ZipFile, "read", unittest.mock.Mock(side_effect=MemoryError))
         main()
     assert own.read_bytes() == packed  # is not to blame
+    corpus.zip.write_bytes(b"another's text")
+    fails(capsys, corpus.main, "is not enwik8", "move it away")
+    assert corpus.zip.read_bytes() == b"another's text"  # and stays, as no download brought it
+    pd.write_meta(str(tmp_path), source="https://me:secret@host:80/a.bin?key=secret#b", tokenizer="byte", split="", tokens={}, bytes={})
+    assert "https://host:80/a.bin; byte" in capsys.readouterr().out and "secret" not in (tmp_path / "meta.json").read_text()
     own.write_bytes(text[:-1])
     monkeypatch.setitem(pd.DATASETS, "mine", pd.Source("http://x/mine.txt"))  # whoever adds one is told what to write there
     fails(capsys, lambda: pd.main(["mine", f"--from_file={own}", f"--data_dir={corpus.data}"]), "399,999 bytes, sha256 ",
@@ -5322,8 +5379,8 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
         (TritonMissing(None), "wants Triton", "--compile=0"),
         (RuntimeError("ImportError: /tmp/torchinductor_me/lo/main.so: file too short"), "delete the folder /tmp/torchinductor_me", "--compile=0"),
         (GPUTooOldForTriton(SimpleNamespace(name="P100", major=6, minor=0), None), "too old", "--compile=0"),
-        (type("PTXASError", (Exception,), {})("PTXAS error: Internal Triton PTX codegen error\nptxas fatal: Value 'sm_121a' is not defined"),
-         "newer Triton", "TRITON_PTXAS_PATH", "--compile=0")):
+        (type("PTXASError", (Exception,), {})("PTXAS error: Internal Triton PTX codegen error\nptxas fatal: Value 'sm_121a' is not defined\n\nRepro command: ptxas -o x"),
+         "newer Triton", "TRITON_PTXAS_BLACKWELL_PATH", "--compile=0", "(ptxas fatal: Value 'sm_121a' is not defined)")):
         fails(capsys, ends(error), *words)
     fails(capsys, lambda: pd.run(lambda: [0] * 2**62, memory="a smaller --n"), "out of memory: take a smaller --n (MemoryError)")
     for script in (train_gpt, train_shaq):  # they name flags that they have
@@ -5337,7 +5394,10 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
         pieces = []
         patch.setattr(sys, "stderr", SimpleNamespace(write=pieces.append, flush=lambda: None))
         pd.warn("one")
-    assert [p for p in pieces if p] == ["one\n"]  # else those of several processes mix
+        patch.setattr(pd, "after_the_first", lambda: None)
+        with pytest.raises(SystemExit):
+            pd.die("a file named \x1b[2J\x9b")
+    assert [p for p in pieces if p] == ["one\n", "error: a file named \ufffd[2J\ufffd\n"]  # in one piece, or those of several processes mix
     with contextlib.redirect_stdout(io.StringIO()):  # a notebook's %run has streams that cannot be reconfigured
         pd.run(lambda: None)
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")):  # a terminal without the characters of a sample
@@ -5642,9 +5702,11 @@ def test_readme_example_runs():
 
 def test_train_disk_too_small_for_checkpoints_is_said_at_the_start(tmp_path, monkeypatch, capsys):
     one = SimpleNamespace(rank=0, note="", same=lambda what: True)
-    for free, words in ((2 * 12 * 1020, ""), (2 * 12 * 1020 - 1, f"note: {tmp_path} has 0.0 GB free; a checkpoint takes 0.0, and the one before")):
+    size = 12 * 100 * 2500
+    for (resumed, shaq, files), enough in itertools.product(((None, {}, 2), (None, dict(preset="shaq"), 3), (5, {}, 1)), (False, True)):
+        free, words = files * size + enough - 1, "" if enough else f"note: {tmp_path} has {3 * files} MB free, checkpoints want {3 * files}:"
         monkeypatch.setattr(pd.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-        pd.start_log(one, dict(out_dir=str(tmp_path)), {}, nn.Linear(50, 20), SimpleNamespace(source={}), None, False, None)
+        pd.start_log(one, dict(out_dir=str(tmp_path)) | shaq, {}, nn.Linear(2499, 100), SimpleNamespace(source={}), resumed, False, None)
         err = capsys.readouterr().err
         assert err.startswith(words) and bool(err) == bool(words)
 
@@ -5740,6 +5802,7 @@ def test_data_gpt2_tokens_do_not_depend_on_the_cut_nor_on_the_cores(toy, tmp_pat
         assert pd.tokenize(text.encode(), "gpt2", "mine", size=5000).tolist() == toy.encode_ordinary(text)
     assert pool.call_args == ((os.cpu_count(),), {}) and "tokenising mine: " in capsys.readouterr().err  # all cores; it shows progress
     assert [pd.tokenize(b"a", kind, "").dtype for kind in pd.VOCAB_SIZE] == [np.uint16] * 2
+    assert 50256 not in pd.tokenize(b"a<|endoftext|>", "gpt2", "")  # nor does a text to train on hold special tokens
     assert pd.decode("gpt2", pd.encode("gpt2", text)) == text
     pd.prepare(str(tmp_path / "u"), "u", "gpt2", ("abü" * 11).encode(), "")
     d = pd.load_dataset("u", str(tmp_path))
@@ -5806,7 +5869,11 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
             pd.main(["fineweb10B", "--shards=2", f"--url={other}", f"--data_dir={data}2"])
     assert pd.load_dataset("fineweb10B", f"{data}2").meta["source"] == other and seen == [None]
     write(shards / "fineweb_train_000001.bin", tokens["val_000000"], 50257)
-    pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"])  # earlier shards do not stand in for what is named now
+    with monkeypatch.context() as patch:
+        there, move = [], os.replace
+        patch.setattr(os, "replace", lambda *a: there.append(os.path.exists(f"{data}1/fineweb10B/meta.json")) or move(*a))
+        pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"])  # earlier shards do not stand in for what is named now
+    assert there and not any(there)  # first goes what describes the old one: a kill may come in between
     assert np.array_equal(pd.load_dataset("fineweb10B", f"{data}1").train[:], tokens["val_000000"])
     (shards / "fineweb_val_000000.bin").rename(tmp_path / "val")
     fails(capsys, lambda: pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"]), "fineweb_val")
@@ -5977,14 +6044,15 @@ def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
     bench_run(tmp_path, "decode", "--sizes=tiny", "--batch=2048,1024", "--T=2", "--new_tokens=64", "--compile=1", "--runs=4")
     assert "paper" not in capsys.readouterr().out  # which has no figure for such prompts
     events = []  # the peak is that of running, without gradients, not of making and compiling
-    monkeypatch.setattr(bench, "Peak", lambda m: SimpleNamespace(forget=lambda: events.append("forget"), mib=lambda: None))
+    monkeypatch.setattr(bench, "Peak", lambda m: events.append("peak") or SimpleNamespace(forget=lambda: events.append("forget"), mib=lambda: None))
+    monkeypatch.setattr(bench, "inference_model", lambda *a: events.append("model") or Model(*a))
     monkeypatch.setattr(bench, "timed", lambda work, *a, **kw: dict.fromkeys(work, np.ones(3)))
     Model.__call__ = lambda self, idx: events.append(torch.is_grad_enabled())
     Model.hidden = lambda self, idx, *a: events.append(torch.is_grad_enabled()) or torch.zeros(*idx.shape, 3)
     for what, ran in ("prefill", [False]), ("decode", [False, False]):
         events.clear()
         bench_run(tmp_path, what, "--sizes=small", "--batch=2", "--T=2", "--compile=0", *["--new_tokens=1"] * (what == "decode"))
-        assert events == [*ran, "forget", *ran] * 4
+        assert events == ["peak", "model", *ran, "forget", *ran] * 4  # the weights are part of it
 
 
 def test_bench_prints_a_papers_figure_beside_the_papers_model_alone(monkeypatch):
@@ -6014,7 +6082,7 @@ def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data
     assert [(r["seed"], r["index"]) for r in rows] == [(seed, (seed - 1 + k) % 3) for seed in (1, 2, 3) for k in range(3)]  # each is first once
     assert len(asked) == 1 and [r["variant"] for r in rows[:3]] == ["lr=4e-3", "lr=4e-3", "lr=4e-4"]
     n = bench.count_params("gpt", **SMALL, block_size=32, vocab_size=256)
-    assert {(r["params"], r["steps"], r["tokens"]) for r in rows} == {(n, 12, 12 * 256)}
+    assert {(r["params"], r["steps"], r["tokens"], r["settings"].get("dtype")) for r in rows} == {(n, 12, 12 * 256, "float32")}
     loss = [[r["val_loss"] for r in sorted(rows, key=lambda r: r["seed"]) if r["index"] == i] for i in range(3)]
     assert len(set(loss[0])) == 3 and loss[0] == loss[1]
     assert bench.paired(loss[1], loss[0]) == (0.0, 0.0)
@@ -6187,7 +6255,12 @@ def test_bench_trains_as_the_training_scripts_do(train, data_dir, monkeypatch):
     log = train("--size=nano", *(f"--{part}" for part in text.split(",")))[3]
     typed = bench.settings("gpt", text, "") | dict(size="nano", micro_batch=5)  # of which only 4 divide the batch
     make = lambda: bench.Trainer("gpt", typed, bench.load_dataset("mine", str(data_dir)), machine("cpu", "float32"), 1)
-    (loss, val), trainer = losses(log), make()
+    order, (loss, val) = [], losses(log)
+    with monkeypatch.context() as patch:  # a model's own memory is part of its peak
+        patch.setattr(bench, "Peak", lambda m: order.append("peak"))
+        patch.setattr(train_gpt, "build", lambda *a, build=train_gpt.build: order.append("model") or build(*a))
+        trainer = make()
+    assert order == ["peak", "model"]
     assert [trainer.step(i) for i in range(4)] == pytest.approx(list(loss.values()), rel=1e-6)
     ticks = iter([0, 0, 1, 1, 2, 2, 3, 3, 13])  # a second a step, but for the last
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=ticks.__next__))
@@ -6251,6 +6324,7 @@ def test_bench_scaling_goes_on_where_a_learning_rate_diverges_and_compare_ends_i
         with pytest.raises(SystemExit):
             bench_run(tmp_path, *argv)
         assert f"error: {words}" in capsys.readouterr().err.splitlines()[-1]
+    assert [r["variant"] for r in bench.records(tmp_path, "compare")] == ["lr=8e-3"]  # what had ended before is kept
 
 
 HEADS = dict(
@@ -6276,7 +6350,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
     monkeypatch.setitem(SIZES, "nano", SMALL)
     monkeypatch.setitem(bench.HEADS, 32, 2)
     monkeypatch.setitem(SHAQ_PRESETS, "mean_mem", SHAQ_PRESETS["mean_mem"] | dict(mean_window=100))
-    real, layers = bench.timed, {}
+    real, layers, modes = bench.timed, {}, set()
 
     def timed(*a, **kw):  # were each to take a second longer than the one before it: means of 2, 3 .. seconds, medians of 1.5, 2.5 ..
         t = real(*a, **kw)
@@ -6291,6 +6365,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
 
     monkeypatch.setattr(bench, "timed", timed)
     monkeypatch.setattr(bench, "shares", shares)
+    monkeypatch.setattr(SHAQ, "advance", lambda self, *a, advance=SHAQ.advance: (modes.add(self.training), advance(self, *a))[1])
     extra = [common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=1024")] if argv[0] == "scaling" else []
     rows = bench_run(tmp_path, *argv, *extra)
     tables = [t for t in capsys.readouterr().out.split("\n**") if "|---|" in t]
@@ -6301,6 +6376,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         assert len(widths) == 1
     if argv[0] == "decode":
         rows, bytewise = rows[:8], rows[8:]
+        assert modes == {False}  # without dropout
         assert [r["preset"] for r in bytewise] == ["shaq", "sharnn", "mean_mem"] and all(r["seconds_a_byte"] for r in bytewise)
         bits = 4 * bench.count_params("gpt", **SMALL, block_size=1024, attn_out="hadamard")
         assert all(r["floor"] * 2**26 / 1.5 == pytest.approx(bits + 4 * 2 * 3 * 32 * (r["T"] + 1.5))
@@ -6581,6 +6657,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "load_dataset", lambda *a: pytest.fail("the data are read"))
     (tmp_path / "file").write_text("x")
     fails(capsys, lambda: pd.run(lambda: bench.main(["compare", f"--out={tmp_path}/file/x.jsonl"])), "file")
+    fails(capsys, lambda: pd.run(lambda: bench.main(["compare", f"--out={tmp_path}"])), f"{tmp_path}: Is a directory")  # not after the first run
     for argv, words in (
         (["compares"], "did you mean compare?"), ([], "say what"), (["compare", "--set=help"], "--set='help': expected name=value"),
         (["scaling", "--sizes=1x16,2x20"], "n_embd=20 must be a multiple of n_head=4, by an even number"),
@@ -7077,7 +7154,7 @@ def test_bench_plot_draws_what_the_records_say(capsys):
     plt = pytest.importorskip("matplotlib.pyplot")
     plt.switch_backend("Agg")
     runs = [(0, 1, 4.0), (0, 2, 6.0), (0, 3, 8.0), (1, 1, 3.0), (1, 2, 3.0), (1, 3, 3.0)]  # variant, seed, loss
-    rows = [dict(index=i, seed=seed, variant="ab"[i], tokens=20, steps=2, tokens_per_s=5.0, val_loss=v, model="gpt",
+    rows = [dict(index=i, seed=seed, variant="ab"[i], tokens=20, steps=2, tokens_per_s=5.0 if seed < 3 else 1.0, val_loss=v, model="gpt",
                  curve=[[0, None, 9.0, 0, 0], [2, 1.0, v, 7.0, 1.0]]) for i, seed, v in runs]
     (_, fig), = bench.plot_compare(plt, rows)
     (x, y), = fig.axes[2].lines[0].get_xydata()
@@ -7101,7 +7178,7 @@ def test_bench_plot_draws_what_the_records_say(capsys):
     shaq = [r | dict(model="shaq", dataset="x", preset="qrnn", bits_per_byte=r["val_loss"], paper=(1.126, None)[r["index"]]) for r in rows]
     _, (_, fig) = bench.plot_compare(plt, shaq)  # two models of one preset, of which the paper has one
     assert [(len(line.get_xdata()), line.get_label()) for line in fig.axes[0].lines] == [(3, "a"), (3, "b")]
-    assert fig.axes[0].lines[0].get_xydata().tolist() == [[4 / 60, 4], [4 / 60, 6], [4 / 60, 8]]  # minutes
+    assert fig.axes[0].lines[0].get_xydata().tolist() == [[4 / 60, 4], [4 / 60, 6], [20 / 60, 8]]  # minutes
     assert [line.get_xydata().tolist() for line in fig.axes[1].lines] == [[[0.92 * 32, 1.126]]]
     runs = [dict(variant="dense", size=str(c), lr=lr, compute=c, val_loss=v, dataset="x", bytes_per_token=1.0)
             for c, lr, v in ((1, 0.1, 4), (1, 0.1, 6), (1, 0.2, 3), (1, 0.2, 8), (9, 0.2, 2), (81, 0.1, 7))]
@@ -7339,7 +7416,7 @@ def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
                 hadamard=lambda: torch.autograd.grad(hadamard_affine(x, alpha, beta), (x, alpha, beta), dy))
     machine("cpu", "float32")  # as training runs: freed memory is kept
     list(map(torch.ones_like, [x, x, W, x]))  # what either side takes is paged in by now
-    best = dict.fromkeys(work, math.inf)  # other work can only slow either down
+    best, began, cpu = dict.fromkeys(work, math.inf), time.perf_counter(), time.process_time()  # other work can only slow either down
     for turn in range(16):
         for name, f in work.items():
             start = time.perf_counter()
@@ -7348,6 +7425,8 @@ def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
         if turn >= (4 if d == 1024 else 0) and best["dense"] / best["hadamard"] >= least:
             break
     print(d, dtype, f"{best['dense'] / best['hadamard']:.1f} after {turn + 1} turns")
+    if best["dense"] / best["hadamard"] < least and (share := (time.process_time() - cpu) / (time.perf_counter() - began)) < 0.9:
+        pytest.skip(f"other work is on the core, of which this got {share:.0%}")
     assert best["dense"] / best["hadamard"] >= least, best
 
 
@@ -7386,7 +7465,8 @@ def test_fopool_cpu_is_150_times_faster_than_the_autograd_loop():
     ratios = []
     while len(ratios) < 3 and max(ratios, default=0) < 150:
         done = subprocess.run([sys.executable, "-c", FO_RACE], cwd=HERE, capture_output=True, text=True, check=True,
-                              env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"})  # all cores
+                              env={k: v for k, v in os.environ.items()  # all cores, the usual allocator
+                                   if not re.match("OMP_NUM_THREADS|LD_PRELOAD|GLIBC_TUNABLES|MALLOC_|THP_", k)})
         loop, ours, share = map(float, done.stdout.split())
         ratios.append(loop / ours)
         print(f"fo-pool forward + backward {1e3 * ours:.0f} ms, autograd loop {loop:.1f} s, {ratios[-1]:.0f} times")

@@ -149,7 +149,7 @@ def stepper(model, optimizer, s, m, accumulate):
     def add(micro_batch, loss):
         "Accumulate a micro-batch's gradients and its share of the loss, in [loss]"
         with m.autocast():
-            share = (m.net or model)(*micro_batch) / accumulate
+            share = (m.net or model)(*micro_batch) / accumulate  # as each has as many targets
         share.backward()
         loss = loss[0] + share.detach()
         return loss, [loss]  # figures, which nobody reads here, and the state that the next micro-batch adds to
