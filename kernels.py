@@ -51,7 +51,7 @@ def _check_devices(name, *tensors):
 
 
 def _once(name):
-    "-> what raises, in place of the derivative that an operator lacks"
+    "-> a function that raises in place of the derivative an operator lacks"
     def refuse(ctx, *grads):
         raise NotImplementedError(f"{name} is differentiable once: the loss must not hold a gradient that went through it")
     return refuse
@@ -63,7 +63,7 @@ def _reverse_mode_only(name):
 
 
 # -----------------------------------------------------------------------------
-# Hadamard matrices: H_n = H_m (x) H_(2^k), the first factor by one of Paley's two constructions, and always symmetric.
+# Hadamard matrices: H_n = H_m (x) H_(2^k), a Kronecker product, the first factor by one of Paley's two constructions, always symmetric.
 # Symmetry matters: with H = H^T the backward pass is the forward pass. (A widely used CUDA package takes that for granted, but its
 # matrices of order 20, 28 and 40 are not symmetric, so its gradients there are wrong.)
 
@@ -118,8 +118,8 @@ def _paley(m):
             C[1:, 1:] = sums(chi.roll(-1)).flip(0)  # row i: chi(q-1-i + 1 + j) = chi(j-i) = chi(i-j)
         I = torch.eye(q + 1, dtype=torch.int8, device="cpu")
         return torch.kron(C, chi.new_tensor([[1, 1], [1, -1]])) + torch.kron(I, chi.new_tensor([[1, -1], [-1, -1]]))
-    # q = 3 mod 4: in the textbook's [[1, 1], [-1, chi(i-j) + I]] chi(i-j) is skew. Columns in the order -j make it chi(i+j), which is
-    # symmetric, and rows but the first change sign: 1, then -chi(i+j), and -1 where that is 0
+    # q = 3 mod 4: in the textbook's [[1, 1], [-1, chi(i-j) + I]] chi(i-j) is skew. Taking column -j for column j makes it chi(i+j), which is
+    # symmetric. Then all rows but the first change sign: they are 1, then -chi(i+j), but -1 where that is 0
     H = chi.new_ones(q + 1, q + 1)
     H[1:, 1:] = sums(torch.where(chi == 0, -1, -chi))
     return H
@@ -162,7 +162,7 @@ def _factors(d, n_head, heads_only, dtype, device):
     for n in (n_head, d // n_head):
         m, c = _split_order(n)
         orders += [m] + [2] * (c.bit_length() - 1)
-    cut = min(range(len(orders) + 1), key=lambda i: max(math.prod(orders[:i]), math.prod(orders[i:])))  # on a tie the wider last
+    cut = min(range(len(orders) + 1), key=lambda i: max(math.prod(orders[:i]), math.prod(orders[i:])))  # most evenly; on a tie the wider last
     A, B = (reduce(torch.kron, [hadamard_matrix(n, torch.int8, "cpu") for n in (1, *part)]) for part in (orders[:cut], orders[cut:]))
     return A.to(device=device, dtype=dtype), B.to(device=device, dtype=dtype)
 
@@ -303,7 +303,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 # The kernels' constexprs, chosen by _plan:
 #     D        d, the distance in memory from one row to the next
 #     M, P     NT = M * P tiles a row: M is m (1, 12, 20 or 28), P a power of two. In a mix over heads each head is a tile: NT = h
-#     C, CW    a row is seen as (A, NT, C), and tile n holds its elements (a, n, c) for all a and c. CW is the width of C in a tile:
+#     C, CW    a row is seen as (A, NT, C), A: see W, and tile n holds its elements (a, n, c) for all a and c. CW is the width of C in a tile:
 #              C itself, except in a mix over heads, where a program takes CW of every head's C channels, or pads C below 128 to a
 #              power of two (96 to CW = 128)
 #     W, R     a tile is (R, W), W = A * CW. H_W is H_A (x) H_C, and the factor across tiles is the middle one of H_A (x) H_NT (x) H_C.
@@ -376,12 +376,12 @@ if triton is not None:
             t = n
         return t
 
-    # _inner applies H_W by turns. The five bits of the lane and one bit of the register (the lowest bit of the tile's number) are six places
-    # in a ring (fewer if a row has fewer than 32 threads). A thread and its neighbour in one lane bit exchange one register of every two.
-    # Then that bit is in the registers, where a level of the butterfly is plain additions, and the former register bit is in the lane. So
-    # a level takes half a shuffle a number, not one. After all lane bits everything has moved on by one place in the ring, and results
-    # are stored by other threads than those that loaded the inputs: after TURN calls, tiles 2i and 2i + 1 of a thread are the numbers
-    # that _places names.
+    # _inner applies H_W by turning a ring. Its six places are the five bits of the lane (a thread's number in its warp) and one bit of the
+    # register (the lowest bit of the tile's number); fewer if a row has fewer than 32 threads. Two threads whose lanes differ in one bit
+    # exchange one register of every two. Then that bit is in the registers, where a level of the butterfly is plain additions, and the former
+    # register bit is in the lane. So a level takes half a shuffle a number, not one. After all lane bits everything has moved on by one place
+    # in the ring, and results are stored by other threads than those that loaded the inputs: after TURN calls, tiles 2i and 2i + 1 of a
+    # thread are the numbers that _places names.
     # No selections are needed: of tiles (0, 1) a thread holds (b, 1 - b), b being its lane's next bit, so it always keeps the first and
     # sends the second. Of (x, y), x + y and x - y are put in the next level's order by a factor of +-1 on y. x - y may come out
     # negated: that sign depends on the thread alone and does not change any more, so _signs corrects all of them at the end.
@@ -1150,7 +1150,7 @@ def _empty_sums(x):
 @_operator("hadamard", lambda x, *_: torch.empty_like(x))
 def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | None, pre: torch.Tensor | None, scale: float,
               n_head: int, heads_only: bool) -> torch.Tensor:
-    "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta only with alpha"
+    "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta only with alpha; in backward alpha is pre"
     assert alpha is not None or beta is None, "beta without alpha"
     _check_orders(x.shape[1], n_head, heads_only)
     run = _transform_triton if _on_triton(x, n_head, heads_only) else _transform_torch
@@ -1212,7 +1212,7 @@ def _save_grads(ctx, inputs, output):
     ctx.save_for_backward(x, dy)
 
 
-def _backward_grads(ctx, ga, gb):  # dalpha = sum dy * scale * (x H), dbeta = sum dy
+def _backward_grads(ctx, ga, gb):  # the gradients of dalpha = sum dy * scale * (x H), dbeta = sum dy
     x, dy = ctx.saved_tensors
     return _hadamard(dy, None, None, ga, *ctx.how), _hadamard(x, ga, gb, None, *ctx.how), None, None, None
 
@@ -1266,7 +1266,7 @@ def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head
     wide = torch.promote_types(residual.dtype, torch.float32)
     wider = x.float() if x.dtype == torch.float16 else x  # so that only the sum is rounded, to residual's dtype
     out = (residual + _hadamard(wider, alpha, beta, None, scale, n_head, heads_only)).to(residual.dtype)
-    # a CPU's LayerNorm takes 16-bit rows with fp32 vectors, but returns the rows' dtype: too narrow if x's, that of normed, is wider
+    # a CPU's LayerNorm takes 16-bit rows with fp32 vectors, but returns the rows' dtype: too narrow if normed's, which is x's, is wider
     as_it_is = not rms and out.device.type == "cpu" and torch.promote_types(x.dtype, out.dtype) == out.dtype
     y = out if as_it_is else out.to(wide)
     weight, shift = (v if v is None else v.to(wide) for v in (weight, shift))
@@ -1461,10 +1461,10 @@ def _fo_spans(B, T, H):
     """How the CPU cuts time: a list of spans (t, K, L), each K chunks of L steps from step t on, walked side by side.
 
     One call does one step of all K chunks, K * B * H numbers. If B * H is small, a call costs more than its work: then chunks are CPU_CHUNK
-    steps long, and a span takes only that many calls; otherwise, and for the last steps if they make no two chunks, K = 1. A bank's span
-    takes up to 1 MB in fp32 (or CPU_CHUNK steps), so that all banks stay in cache (with 2 MB it is 1.1 times slower at H = 1024); if B * H is
-    small 2 MB, as calls of 32,768 or more numbers use several threads (B 16, T 125, H 256: both passes take 0.8 of the time of 1 MB in
-    chunks of 16 steps)."""
+    steps long, and a span takes only that many calls; otherwise, and for the last steps if they make no two chunks, K = 1. The span of a bank
+    (z, f or o) takes up to 1 MB in fp32 (or CPU_CHUNK steps), so that all banks stay in cache (with 2 MB it is 1.1 times slower at H = 1024);
+    if B * H is small 2 MB, as calls of 32,768 or more numbers use several threads (B 16, T 125, H 256: both passes take 0.8 of the time of
+    1 MB in chunks of 16 steps)."""
     few = B * H <= 2 ** 13
     most = max(1, (2 ** 19 if few else 2 ** 18) // max(1, CPU_CHUNK * B * H)) * CPU_CHUNK  # steps
     spans, t = [], 0
@@ -1527,14 +1527,14 @@ def _fo_forward_torch(z, f, o, c0, act):
         fs = _fo_walk(z_, f_, c)
         if K > 1:
             for p_prev, p in zip(fs, fs[1:]):
-                p.mul_(p_prev)
+                p.mul_(p_prev)  # in place: f_ becomes p, see above
             start[:, 0] = last
             before, after, p = start.unbind(1), end.unbind(1), fs[-1].unbind(1)
             for k in range(1, K):
                 torch.addcmul(after[k - 1], p[k - 1], before[k - 1], out=before[k])
             c[:, :, 1:].addcmul_(f_, start[:, :, None])
         last.copy_(end[:, -1])
-        m = -(-L // CPU_CHUNK)  # edges of a chunk: one, unless the span is one long chunk
+        m = -(-L // CPU_CHUNK)  # edges of a chunk: one, unless the span is one long chunk; below (K, m, B, H)
         edges[t // CPU_CHUNK:t // CPU_CHUNK + K * m].unflatten(0, (K, m)).copy_(c[:, :, :L:CPU_CHUNK].permute(1, 2, 0, 3))
         torch.mul(o_, c[:, :, 1:], out=o_)
         h[:, t:t + K * L].copy_(o_.flatten(1, 2))

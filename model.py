@@ -56,7 +56,7 @@ class GPTConfig:
     mlp: str = "swiglu"           # swiglu | gelu | none
     pos: str = "rope"             # rope | learned
     norm: str = "layernorm"       # layernorm | rmsnorm
-    bias: bool = True             # in linear layers, but for the head, and LayerNorm
+    bias: bool = True             # in LayerNorm and in linear layers, but for the head
     qkv_bias: bool = True         # in W_Q, W_K, W_V, if bias; dva's five matrices have none
     dropout: float = 0.0          # on the embedding sum, the attention weights and each branch's output
     tie_weights: bool = True      # the head is the token embedding
@@ -66,8 +66,8 @@ class GPTConfig:
 # To add a choice, add its name here and a branch next to the existing ones. For attn_out, the branch goes into Attention.forward before the
 # error, where alpha and beta exist in fp32 (identity casts them). Create other parameters in Attention.__init__ and initialise them in
 # GPT.init_weights (flops_per_token counts matrices only). Make a fixed tensor a buffer, with persistent=False unless it is random, and draw it
-# from a generator of its own, or the other weights change. For attn, search for "mha": all else counts as dva, without W_O and with three T x T
-# products. train_gpt.py, compare and scaling take any choice; prefill, decode and train those in bench.py's OUTS.
+# from a generator of its own, or the other weights change. For attn, search for "mha": any other name is treated as dva, without W_O and with
+# three T x T products. train_gpt.py and bench.py's compare and scaling take any choice; its prefill, decode and train only those in its OUTS.
 CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])
@@ -91,9 +91,9 @@ SIZES = {  # [1, table 2 and v1's sizes]: these reproduce every published parame
 
 
 def hadamard_heads(config):
-    """h in the layer's H = H_h (x) H_(d/h): n_head if both factors exist, so that the inner one can be folded into W_V; otherwise 1, the plain
-    H_d. [1] leaves the choice open. In SIZES the two differ only for nano, H_4 (x) H_40 instead of H_20 (x) H_8, and base, H_16 (x) H_96
-    instead of H_12 (x) H_128."""
+    """h in the layer's H = H_h (x) H_(d/h), (x) the Kronecker product: n_head if both factors exist, so that fold_hadamard() can multiply
+    the inner one into W_V; otherwise 1, the plain H_d. [1] leaves the choice open. In SIZES the two differ only for nano, H_4 (x) H_40
+    instead of H_20 (x) H_8, and base, H_16 (x) H_96 instead of H_12 (x) H_128."""
     d, h = config.n_embd, config.n_head
     if _split_order(h) and _split_order(d // h):
         return h
@@ -111,7 +111,7 @@ def make_norm(config):
 
 def rope_table(block_size, width, device=None, dtype=torch.float32):
     """cos and sin of position * 10000^(-2i/width), (block_size, 1, width / 2) each, in fp32 or wider (RoFormer, arXiv:2104.09864). Computed in
-    fp64, as angles in fp32 would put them off by 5e-5 at position 1,000, 5e-3 at 100,000, and on the CPU, as Apple's GPUs have no fp64."""
+    fp64, as fp32 angles would put them off by 5e-5 at position 1,000, by 5e-3 at 100,000; this on the CPU, as Apple's GPUs have no fp64."""
     frequency = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
     angle = torch.arange(block_size, device="cpu")[:, None, None] * frequency
     device = torch.get_default_device() if device is None else device  # 0 is a device, too
@@ -124,7 +124,7 @@ def rope(x, cos, sin):
     W_Q and W_K are reordered to match."""
     if cos.element_size() < 4:
         raise ValueError(f"rope: cos and sin are in {cos.dtype}, expected fp32; FSDP needs MixedPrecisionPolicy(cast_forward_inputs=False)")
-    y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))  # (B, T, heads, width / 2, 2)
     if x.device.type == "cpu" or x.is_cuda and not torch.compiler.is_compiling():  # one pass: on a CPU 5 times faster than four over reals
         if y.stride(-1) != 1 or any(n % 2 for n in y.stride()[:-1]):  # a pair is no complex number where it lies
             y = y.clone(memory_format=torch.contiguous_format)
@@ -135,12 +135,13 @@ def rope(x, cos, sin):
 
 
 def plain_attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
-    "The definition of attention(), which stands below GPT, in plain operations: what every faster way there must agree with"
+    "What attention(), below class GPT, computes, in plain operations; its faster ways must agree. q_r, k_r: [2]'s outer form, see Attention"
     T, S = q.size(2), k.size(2)                                                          # the queries are the last T of S positions
     scores = q @ k.mT * q.size(-1) ** -0.5                                               # (B, h, T, S)
     if T > 1:                                                                            # a single query sees every key
         scores = scores.masked_fill(q.new_ones(T, S, dtype=torch.bool).triu(S - T + 1), -math.inf)
-    P = F.dropout((scores if mask is None else scores + mask).softmax(-1, dtype=scores.dtype), dropout)
+    scores = scores if mask is None else scores + mask
+    P = F.dropout(scores.softmax(-1, dtype=scores.dtype), dropout)
     return P @ v if q_r is None else (P * (q_r @ v.mT)) @ k_r                            # (B, h, T, width of v or k_r)
 
 
@@ -154,8 +155,8 @@ class Dropout(nn.Dropout):
 
 def heads(qkv, table, n_head, d):
     """qkv (B, T, 3d), for dva (B, T, 5d) -> q, k (B, h, T, d_h), rotated if table is given; v, as wide, or [V, K_R]; q_r or None. On a GPU
-    TurnedHeads has this function's gradient, written out: after a change of more than the angles set turned = False in Attention"""
-    # Split before there are heads: after, torch.compile (2.11 to 2.13) failed for a GPU, on the gradient of heads wider than 256
+    TurnedHeads has this function's gradient, written out: if you change more than the angles, set turned = False in Attention"""
+    # Split before cutting into heads: the other way round torch.compile (2.11 to 2.13) failed for a GPU, on the gradient of heads above 256
     qk, rest = qkv.split((2 * d, qkv.size(2) - 2 * d), 2)                                # Q and K; V, or V, K_R and Q_R
     qk = qk.unflatten(2, (2 * n_head, -1))                                               # (B, T, 2h, d_h)
     qk = qk if table is None else rope(qk, *table)
@@ -197,7 +198,8 @@ def up_to(pos, length, dtype):
 
 class Attention(nn.Module):
     """Multi-head attention with an output projection, [1]'s substitute or one of ours, or Dynamic Value Attention [2], whose values depend on
-    the query too: query B gets the sum over keys A of S(B, A) v_R(B, A), S = softmax(Q K^T / sqrt(d_h)), causal. (In shapes B is the batch.)
+    the query too: query B gets the sum over keys A of S(B, A) v_R(B, A), S = softmax(Q K^T / sqrt(d_h)), causal. Vectors are rows. (In shapes
+    B is the batch.)
 
         dva        v_R(B, A) = v(A) + r(B, A), r(B, A) = q_R(B) * k_R(A), elementwise [2, eq. 6-8]. q_R(B) does not depend on A:
                    sum_A S(B, A) (v(A) + q_R(B) * k_R(A)) = S V + Q_R * (S K_R)                one attention with values [V, K_R]
@@ -230,7 +232,8 @@ class Attention(nn.Module):
 
     def forward(self, x, table=None, cache=None, at=None, mask=None, residual=None, norm=None):
         """x (B, T, d) -> y (B, T, d) or, given residual and norm, residual + y and its norm, in one pass. table: rope's cos and sin. cache: k
-        (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's positions in it, (start, stop) or, with mask (1, length), int64 (1,)."""
+        (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's positions in it, a pair (start, stop) or, for one token with a mask
+        (1, length), an int64 tensor (1,)."""
         B, T, d = x.shape
         qkv = self.c_attn(x)                                                             # (B, T, 3d or 5d)
         turned = (table is not None and qkv.is_cuda and triton is not None and torch.is_grad_enabled()
@@ -248,7 +251,7 @@ class Attention(nn.Module):
             y, y_r = y.chunk(2, -1)
             y = torch.addcmul(y, q_r, y_r)                                               # S V + Q_R * (S K_R)
         y = y.transpose(1, 2).reshape(B, T, d)                                           # Concat(heads)
-        if norm is not None:  # on a GPU up to d = 768; after a change of what follows set one_pass = False
+        if norm is not None:  # on a GPU up to d = 768; if you change what follows, set one_pass = False
             return hadamard_affine_norm(y, self.alpha, self.beta, residual, norm.weight, getattr(norm, "bias", None), norm.eps,
                                         isinstance(norm, nn.RMSNorm), self.order, self.attn_out == "head_hadamard")
         if self.attn_out == "dense":
@@ -364,7 +367,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         "GPT-2's initialisation, all in one place. A parameter that no line below names is an error."
-        # 2L branches add to the residual stream (without mlp L), so each starts smaller; but one without W_O or alpha (dva, none) does not
+        # 2L branches add to the residual stream (without mlp L, same factor), so each starts smaller; not so without W_O or alpha (dva, none)
         branch = (2 * self.config.n_layer) ** -0.5
         for name, p in self.named_parameters():
             if name.endswith(("beta", ".bias")):
@@ -410,7 +413,7 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache, pos)
         if targets is None:
             return self.lm_head(x)
-        # A training loss of your own: under `if self.training`, as evaluate() reports what this returns. Other logits: in lm_head, which
+        # Put a training loss of your own under `if self.training`, as evaluate() reports what this returns. Change logits in lm_head, which
         # generate() calls, too
         usual = plain(self.lm_head, nn.Linear) and self.lm_head.bias is None and not torch.compiler.is_exporting()  # loses HeadLoss's backward
         if not usual or product_dtype(x) == torch.float16:  # fp16's gradients need the loss scale, known only in backward
@@ -436,10 +439,10 @@ class GPT(nn.Module):
         cache = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None
         # a CUDA graph reads and writes fixed places: the last token, which the next one overwrites, its position, the draw
         new, at, u = idx[:, -1:].clone(), idx.new_empty(1), uniform.new_empty(len(idx), 1)
-        stride = 256 if idx.is_cuda else 16  # a graph for every 256 positions: wide heads, by plain operations, read all that they are given
+        stride = 256 if idx.is_cuda else 16  # a graph for every 256 positions: plain_attention (wide heads) reads even those that are masked
 
         @lru_cache(None)
-        def step(length):  # one token, against the cache's first length positions
+        def step(length):  # -> a function: one token, against the cache's first length positions
             def work():
                 x = self.hidden(new, [(k[:, :, :length], v[:, :, :length]) for k, v in cache], at)
                 new.copy_(sample(self.lm_head(x[:, -1]), temperature, top_k, u))
@@ -497,8 +500,8 @@ def fold_hadamard(model):
     """A trained `hadamard` model -> an equal `head_hadamard` model (a new GPT on the same device). ValueError for any other, or
     where c_attn is more than a weight and a bias.
 
-    H_d = (H_h (x) I)(I (x) H_(d_h)), and the second factor acts inside each head. Attention weights mix over time only, so
-    A_h (X W_V,h) H_(d_h) = A_h (X (W_V,h H_(d_h))): multiplied into W_V and its bias once, it costs nothing any more."""
+    H_d = (H_h (x) I)(I (x) H_(d_h)), and the second factor acts inside each head. Head i's attention weights A_i mix over time
+    only, so A_i (X W_V,i) H_(d_h) = A_i (X (W_V,i H_(d_h))): multiplied into W_V and its bias once, it costs nothing any more."""
     c = model.config
     if c.attn_out != "hadamard" or hadamard_heads(c) != c.n_head:
         raise ValueError(f"fold_hadamard takes attn_out='hadamard' with a head count and head width that are Hadamard orders; got "
@@ -537,7 +540,7 @@ def keep_mask(x, p, generator=None):
     if x.device.type != "cpu" or not 0.01 < p < 0.99:  # 16 bits, below, hardly tell other p apart
         return x.new_empty(x.shape).bernoulli_(1 - p, generator=generator)
     bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64, device="cpu").random_(-2**63, None, generator=generator)  # 64 bits make 4 x 16
-    keep = bits.view(torch.int16)[:x.numel()].ge_(round(p * 2**16) - 2**15)  # in place: 7 times as fast as to bool
+    keep = bits.view(torch.int16)[:x.numel()].ge_(round(p * 2**16) - 2**15)  # from [-2^15, 2^15) to 0 or 1, in place: 7 times as fast as to bool
     return keep.view(x.shape).to(x.dtype)
 
 
@@ -551,8 +554,8 @@ def query_blocks(q, k):
     "[(first row, end)] of each block. All but the last end at a multiple of 8 keys: a GPU's fast 16-bit products want 16-byte multiples"
     T = q.size(1)
     step = BLOCK_ROWS * (4 if q.device.type != "cpu" else 2 if q.element_size() == 2 and q.size(-1) > 64 else 1)
-    edges = [0, *range(step - (k.size(1) - T) % 8, T, step), T]
-    return list(zip(edges, edges[1:]))
+    cuts = [0, *range(step - (k.size(1) - T) % 8, T, step), T]
+    return list(zip(cuts, cuts[1:]))
 
 
 def causal_weights(q, k, i, e, dropout, seed, P=None):
@@ -564,13 +567,14 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
         later = q.new_full((e - i, e - i), -math.inf).triu_(1)
         scores[:, :, n - (e - i):].tril_().add_(later)  # a later key's score, even a NaN: 0, then -inf; twice as fast as masked_fill_ on a CPU
         P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
-        if dropout:  # the same again, should backward compute P anew
+        if dropout:  # the same draws again, should backward compute P anew
             generator = None if seed is None else torch.Generator(q.device).manual_seed(seed.item() + i)
             P.copysign_(keep_mask(P, dropout, generator).sub_(0.5))
     return n, P
 
 
 def empty_attention(q, k, q_r, v, k_r, keys, values, seed, dropout, keep):
+    "_operator's fake of blocked_attention"
     k = k if keys is None else keys
     Ps = [q.new_empty(q.size(0), e - i, e + k.size(1) - q.size(1)) for i, e in query_blocks(q, k)] if keep else []
     return q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), Ps
@@ -590,7 +594,7 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
         q_r is None    out = P v                         v of any width
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
     N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). keys, values (N, S, as k and v): optional,
-    without q_r; they replace k and v, which then are just their last rows, the only ones to get a gradient. seed: dropout's, () int64 on the
+    without q_r; all rows, of which k and v then are just the last, the only ones to get a gradient. seed: dropout's, () int64 on the
     CPU, drawn by the caller so that a repeated forward pass gets the same one; None: no dropout, or the GPU's generator. keep: return each
     block's P as the second output, for the backward pass; otherwise that recomputes it, and memory is linear in T. In 16 bits scores are
     rounded, where PyTorch's fused operator keeps fp32: errors are 2 times as large if scores have standard deviation 1, 7 times if 9."""
@@ -613,7 +617,7 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # MPS keeps NaN if beta=0 (pytorch/pytorch, issue 194442)
     own = k.size(1)
     k, v = (k, v) if keys is None else (keys, values)
-    past = (k.size(1) - own) // 8 * 8  # earlier rows get no gradient; up to 7 get one in vain: products want multiples of 8, see above
+    past = (k.size(1) - own) // 8 * 8  # earlier rows get no gradient; up to 7 get one in vain: products want multiples of 8, see query_blocks
     dq, dk, dv = map(new, (q, k[:, past:], v[:, past:]))
     if q_r is not None:
         dq_r, dk_r = new(q_r), new(k_r)
@@ -685,19 +689,19 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     """softmax(q k^T / sqrt(w)) v, always causal, or given q_r and k_r the outer form (softmax(..) * (q_r v^T)) k_r. All are (B, h, T, w); v may
     have any width without q_r; k, v, k_r may hold S >= T positions, the last T being the queries' own. Returns (B, h, T, width of v or k_r), in
     autocast's dtype if that is on. A single query (T = 1) may have a mask (1, S) in q's dtype: 0 where it may look, -inf elsewhere.
-    new = (k', v') repeats the last rows of k and v; only these get a gradient, for a memory that needs none; not with q_r or mask.
+    new = (k', v'), for a memory that needs no gradient, repeats the last rows of k and v, which alone get one; not with q_r or mask.
     dropout is always applied: pass 0 in evaluation. ValueError for other shapes. Way 1 below is differentiable once, in reverse mode."""
     check_attention(q, k, v, q_r, k_r, dropout, mask, new)
     T, S = q.size(2), k.size(2)
-    # new matters to gradients alone. But with dropout a pass without them must go the same way, or it would draw other masks: checkpointing
+    # new matters to gradients alone. But with dropout checkpointing's pass without them must go the same way, or it would draw other masks
     new = new if torch.is_grad_enabled() or dropout else None
     # One of three ways. The third is the definition; the others give the same result for less time or memory:
-    # 1. Blocks of query rows, for T > 1 or given new: over a memory (T < S); on a CPU wherever way 2 is not taken; elsewhere if no flash kernel
-    #    fits (heads or values above 256, the outer form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16, T 1024,
-    #    one head of 768 with values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
-    # 2. PyTorch's fused operator, for heads and values up to 256. On a CPU, for T > 1, any width, but v as wide as q, and no gradients or
-    #    dropout: forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.4 to 1.7 at T = 256, 0.9 at
-    #    1024. On a GPU one query without gradients, as in decoding, takes the kernel of kernels.py instead.
+    # 1. Blocks of query rows, for T > 1 or given new: over a memory (T < S); on a CPU wherever way 2 is not taken; on a GPU where way 2 does
+    #    not fit (heads or values above 256, the outer form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16,
+    #    T 1024, one head of 768 with values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
+    # 2. PyTorch's fused operator (`flash` below), for heads and values up to 256. On a CPU with T > 1, for any width, but v as wide as q, and
+    #    no gradients or dropout: forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.4 to 1.7 at
+    #    T = 256, 0.9 at 1024. On a GPU one query without gradients, as in decoding, takes kernels.py's one_query_attention instead.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block with dropout.
     #    For T = 1, too, where heads are too wide for way 2: a fused kernel would have one multiprocessor read all of k and v.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
@@ -997,8 +1001,8 @@ def each(state, f):
 
 
 def detach_state(state):
-    """The same state cut from its graph: gradients end at the window's start. A view of more rows is copied, so that neither memory nor
-    torch.save holds on to what the state has dropped, and so is what inference mode made, which no training step could take."""
+    """The same state cut from autograd's graph: gradients end at the window's start. Views of more rows are copied, or memory and torch.save
+    would hold on to what the state has dropped; so are tensors from inference mode, which no training step could take."""
     return each(state, lambda t: t.detach() if t.untyped_storage().nbytes() == t.nbytes and not t.is_inference() else t.detach().clone())
 
 
@@ -1062,7 +1066,7 @@ class LSTM(nn.LSTM):
         return h.contiguous(), tuple(s[0] for s in state)
 
 
-Ring = namedtuple("Ring", "rows n")  # what MemoryAttention.ring() makes of a memory: (B, length, d), an int64 (1,)
+Ring = namedtuple("Ring", "rows n")  # a memory as MemoryAttention.ring()'s ring buffer: (B, length, d), rows so far, int64 (1,)
 
 
 class MemoryAttention(nn.Module):
@@ -1129,7 +1133,7 @@ class MemoryAttention(nn.Module):
         elif self.config.memory == "mean":
             x, memory = self.over_mean(q, m, memory)
         else:
-            # Published: memory and window together hold at most mem_len positions (or the window's); beyond it its early queries see fewer
+            # Published: memory and window together hold at most mem_len positions (or the window's); past it a window's early queries see fewer
             rows, new = m, None
             if memory is not None:
                 past = last(memory, self.mem_len - m.size(1)).to(m.dtype)
@@ -1163,9 +1167,9 @@ class MemoryAttention(nn.Module):
         return torch.cat(out, dim=1), (C, W, H)
 
     def ring(self, memory, new):
-        """memory as forward() takes it for the next `new` positions, one at a time: its rows, with room for as many more as the cap allows,
-        and how many there are. When full, a new row overwrites the oldest: attention ignores the order of keys, and no shape changes. For
-        memory=mean the rows are W, if any, and the open window, and the ring serves until that closes."""
+        """-> Ring, the form of memory in which forward() takes the next `new` positions one at a time: memory's rows, with room for as many
+        more as the cap (mem_len) allows, and their number. Once it is full, a new row overwrites the oldest: attention ignores the order of
+        keys, and no shape changes. For memory=mean the rows are W, if any, and the open window, and the ring serves until that closes."""
         most = self.mem_len
         if self.config.memory == "mean":
             memory, most = torch.cat(memory[1:], dim=1), 1 + self.config.mean_window
@@ -1261,7 +1265,7 @@ class SHAQ(nn.Module):
             elif ".ln_" in name and name.endswith(".weight"):
                 p.fill_(1.0)
             elif name.endswith(("bias", ".qs", ".ks", ".vs")):
-                p.zero_()   # sigmoid(0): gates start half open, but for the value's, after overparam about N(0, 0.025^2)
+                p.zero_()   # sigmoid(0): gates start half open, but the value's, made by overparam, at about N(0, 0.025^2)
             elif name.endswith(("wte.weight", ".conv.weight", ".W_q.weight", ".overparam.weight", ".W1.weight", ".W2.weight")):
                 p.normal_(0.0, 0.1 * d ** -0.5)
             else:
@@ -1378,7 +1382,7 @@ class SHAQ(nn.Module):
         every = self.named_parameters(remove_duplicate=False)  # blocks may share weights
         weights = sum(p.numel() for name, p in every if p.dim() > 1 and "overparam" not in name)
         keys = {"full": max(cfg.mem_len, T), "mean": 1 + cfg.mean_window, "none": T}[cfg.memory]
-        new = T if cfg.memory == "full" else keys
+        new = T if cfg.memory == "full" else keys  # attention: 4 keys forward, 4 keys for dq and dP, 4 new for dk and dv
         return 6 * weights + (8 * keys + 4 * new) * cfg.n_embd * len(cfg.attn_layers)
 
 
@@ -1806,7 +1810,7 @@ def sample_text(model, tokenizer, prompt, n, temperature=0.8, top_k=50, seed=0):
     end_progress()
     out = out[0] if isinstance(out, tuple) else out  # SHAQ also returns its state
     text = decode(tokenizer, [i for i in out[0].tolist() if i < VOCAB_SIZE[tokenizer]])
-    # a model that has learnt little also draws what rings and clears a terminal
+    # a model that has learnt little also draws characters that ring and clear a terminal
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text) if sys.stdout.isatty() else text
 
 

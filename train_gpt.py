@@ -39,8 +39,8 @@ RECIPES = {  # batch_tokens and lr are those of [1, table 2]; v1 gives none for 
     "small": dict(batch_tokens=2**18, micro_batch=16, lr=3e-4),
     "base": dict(batch_tokens=2**19, micro_batch=8, lr=2.5e-4),
     "large": dict(batch_tokens=2**20, micro_batch=8, lr=2e-4),
-    # DVA's experiment [2], by the recipe of its book, as it gives none: 5 epochs of 1,512 steps of 2 windows (its table ends at 1,500); losses
-    # over 5 such batches of each split
+    # DVA's experiment [2], by the recipe of the book it follows, as the paper gives none: 5 epochs of 1,512 steps of 2 windows (the paper's
+    # table ends at 1,500); losses over 5 such batches of each split
     "dva_book": dict(dataset="warandpeace", batch_tokens=512, micro_batch=2, lr=4e-4, schedule="constant", warmup_steps=0,
                      betas=(0.9, 0.999), decay="all", grad_clip=0.0, max_steps=7560, eval_interval=100, eval_tokens=2560,
                      eval_windows="first", seed=123, dtype="float32"),
@@ -115,7 +115,7 @@ def settle(typed, stored, m):
         s["min_lr"] = min(s["min_lr"], s["lr"])  # nano's could be above a low --lr: the cosine would climb
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
         die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
-    s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # on --resume: ignore max_minutes
+    s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # max_steps is settled: --resume ignores max_minutes
     model = {f.name: s[f.name] for f in fields(GPTConfig) if f.name in s}
     return s, SIZES[s["size"]] | model
 

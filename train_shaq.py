@@ -102,7 +102,7 @@ def settle(typed, stored, m):
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
              compile=m.device.type == "cuda" and triton is not None) | (PAPER if m.device.type == "cuda" else LAPTOP)
     s |= SHAQ_PRESETS[(s | stored | typed)["preset"]] | stored | typed
-    s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # on --resume: ignore max_minutes
+    s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # max_steps is settled: --resume ignores max_minutes
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
         die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
     return s, {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s} | dict(mean_window=s["bptt"])
@@ -271,7 +271,7 @@ def main():
     ckpt = None  # frees what is left: for stage 2 the old optimiser's state
     if s["compile"]:
         model.compile()
-    per_epoch = length / average_length(s["seed"], s["bptt"]) + 0.5  # + 0.5: the last is cut
+    per_epoch = length / average_length(s["seed"], s["bptt"]) + 0.5  # + 0.5: on average half of the last is cut off
     if s.get("max_steps") is None:  # not set, or reset by stage 2
         s["max_steps"] = math.ceil(s["epochs"] * per_epoch)
     if first > s["max_steps"]:
