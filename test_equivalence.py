@@ -6154,7 +6154,7 @@ def test_bench_scaling_finds_the_exponents_that_are_there(tmp_path, bench_data, 
     (x, y), mean = (q["val_loss"] - p["val_loss"] for p, q in zip(i, d)), (d[0]["val_loss"] + d[1]["val_loss"]) / 2
     assert (f"| 1x8 | dense | {d[0]['compute']:.3g} | 0.032 | {math.exp(mean):.2f} | {mean:.4f} | "
             f"{(x + y) / 2:+.4f} ± {abs(x - y) / 2:.4f} |" in printed)
-    assert "10 tokens per parameter of identity, words, 2 seeds**" in printed and printed.count("| against identity") == 3
+    assert "10 tokens per parameter of identity, words, 2 seeds, compiled**" in printed and printed.count("| against identity") == 3
     assert "| loss, nats per byte |" in printed and err.count(" nats per byte\n") == 48
     assert "note: 1x32 reads words's 43,199 tokens" in err and "note: 1x16 reads" not in err  # some 4 times or more, and 1.7
     assert "1x8 dense is best at lr 0.032, at an end" in err and "1x8 identity is best at lr 0.008, at an end" in err
