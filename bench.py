@@ -762,10 +762,9 @@ def affine_rows(args, m, d):
             r = residual + affine(x, alpha, beta)
             return r, F.layer_norm(r, (d,), weight, shift)
 
-        if d < 8:  # a deviation of so few numbers may be near 0
-            continue
-        check(f"{out} with norm, d = {d},", lambda *t: hadamard_affine_norm(*t, n_head=h, heads_only=only), then_norm,
-              (few[0], alpha, beta, few[2], weight, shift), few[1])
+        if d >= 8:  # the deviation of fewer numbers may be near 0
+            check(f"{out} with norm, d = {d},", lambda *t: hadamard_affine_norm(*t, n_head=h, heads_only=only), then_norm,
+                  (few[0], alpha, beta, few[2], weight, shift), few[1])
     N = args.rows * d  # forward: x read, y written; backward: x and dy read, dx written
     alone = {"transform alone, H_d": (lambda x: hadamard_transform(x, d ** -0.5), (), [x], [dy], (2 * N, 4 * N))}  # backward: without x
     shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",

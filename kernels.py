@@ -303,7 +303,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 # The kernels' constexprs, chosen by _plan:
 #     D        d, the distance in memory from one row to the next
 #     M, P     NT = M * P tiles a row: M is m (1, 12, 20 or 28), P a power of two. In a mix over heads each head is a tile: NT = h
-#     C, CW    a row is seen as (A, NT, C), A: see W, and tile n holds its elements (a, n, c) for all a and c. CW is the width of C in a tile:
+#     C, CW    a row is seen as (A, NT, C) (A: see W), and tile n holds its elements (a, n, c) for all a and c. CW is the width of C in a tile:
 #              C itself, except in a mix over heads, where a program takes CW of every head's C channels, or pads C below 128 to a
 #              power of two (96 to CW = 128)
 #     W, R     a tile is (R, W), W = A * CW. H_W is H_A (x) H_C, and the factor across tiles is the middle one of H_A (x) H_NT (x) H_C.
@@ -1150,7 +1150,7 @@ def _empty_sums(x):
 @_operator("hadamard", lambda x, *_: torch.empty_like(x))
 def _hadamard(x: torch.Tensor, alpha: torch.Tensor | None, beta: torch.Tensor | None, pre: torch.Tensor | None, scale: float,
               n_head: int, heads_only: bool) -> torch.Tensor:
-    "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None, beta only with alpha; in backward alpha is pre"
+    "alpha * scale * ((pre * x) @ H) + beta, x (N, d) contiguous; alpha, beta, pre (d,) or None. Backward alpha and pre change places"
     assert alpha is not None or beta is None, "beta without alpha"
     _check_orders(x.shape[1], n_head, heads_only)
     run = _transform_triton if _on_triton(x, n_head, heads_only) else _transform_torch
@@ -1398,9 +1398,9 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     each gradient has its tensor's dtype. Returns x's shape and dtype. ValueError for wrong shapes, several devices, an n_head not dividing d.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d. For most sizes that is the same matrix; for all, the inner factor H_(d/h) can be
     folded into the value projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
-    On tensor cores (16-bit rows of most widths from 256 to 4096: forward if there are more than 132, gradients together at 1536 and 2048) a
-    row with an infinite number comes out all NaN, one with a sum beyond fp32's range partly; alpha's gradient there has x @ H to 16 binary
-    digits, an error of some 5e-6.
+    On tensor cores (16-bit rows of most widths from 256 to 4096: a transform of more than 132, also backward; all gradients together at 1536
+    and 2048) a row with an infinite number comes out all NaN, one with a sum beyond fp32's range partly; of the gradients together alpha's
+    has x @ H to 16 binary digits, an error of some 5e-6.
     """
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)

@@ -65,7 +65,7 @@ class GPTConfig:
 
 # To add a choice, add its name here and a branch next to the existing ones. For attn_out, the branch goes into Attention.forward before the
 # error, where alpha and beta exist in fp32 (identity casts them). Create other parameters in Attention.__init__ and initialise them in
-# GPT.init_weights (flops_per_token counts matrices only). Make a fixed tensor a buffer, with persistent=False unless it is random, and draw it
+# GPT.init_weights (flops_per_token counts no vectors). Make a fixed tensor a buffer, with persistent=False unless it is random, and draw it
 # from a generator of its own, or the other weights change. For attn, search for "mha": any other name is treated as dva, without W_O and with
 # three T x T products. train_gpt.py and bench.py's compare and scaling take any choice; its prefill, decode and train only those in its OUTS.
 CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
@@ -251,7 +251,7 @@ class Attention(nn.Module):
             y, y_r = y.chunk(2, -1)
             y = torch.addcmul(y, q_r, y_r)                                               # S V + Q_R * (S K_R)
         y = y.transpose(1, 2).reshape(B, T, d)                                           # Concat(heads)
-        if norm is not None:  # on a GPU up to d = 768; if you change what follows, set one_pass = False
+        if norm is not None:  # on a GPU, see one_pass: if you change what follows, set that to False
             return hadamard_affine_norm(y, self.alpha, self.beta, residual, norm.weight, getattr(norm, "bias", None), norm.eps,
                                         isinstance(norm, nn.RMSNorm), self.order, self.attn_out == "head_hadamard")
         if self.attn_out == "dense":

@@ -111,7 +111,7 @@ def in_one_line(main, again, memory):
     except Exception as e:  # PyTorch's own are RuntimeErrors, Triton's are not
         for words, advice in (("ptxas fatal", "Triton's assembler may be older than this GPU: install a newer Triton, set "
                                "TRITON_PTXAS_BLACKWELL_PATH to a newer CUDA's ptxas, or uninstall triton and take --compile=0 "
-                               f"({''.join(re.findall('ptxas fatal.*', str(e))[:1])})"),
+                               f"({''.join(re.findall('ptxas.*(?:fatal|error) *:.*', str(e))[:1])})"),
                               ("C++ compiler", "torch.compile wants a C++ compiler: install g++, or take --compile=0"),
                               ("C compiler", "Triton wants a C compiler: install gcc, or uninstall triton and take --compile=0"),
                               ("too old to be", "this GPU is too old for Triton: uninstall that and take --compile=0"),
@@ -402,7 +402,7 @@ def unchanged(typed, stored, free):
 def shorten(s, asked, step, pace, say):
     """Every 25 steps, or as soon as the time is up if that is sooner, cut the schedule to the steps that fit into max_minutes at the pace so
     far, at most asked (None: change nothing). pace: seconds a step, averaged over processes, so that all decide alike; 0 while
-    unknown. s["paced"]: max_steps is settled, by a cut before, also in a run that this one resumes, or by --max_steps on --resume."""
+    unknown. s["paced"]: max_steps is settled, by a look before, also in a run that this one resumes, or by --max_steps on --resume."""
     up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
     if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return
@@ -775,7 +775,7 @@ def write_bin(path, tokens, vocab_size):
 
 def write_meta(folder, **meta):
     """Write meta.json, the last file of a data set, and report what it describes."""
-    meta["source"] = re.sub(r"^(https?://)(?:[^/@]*@)?([^?#]*).*", r"\1\2", meta["source"])  # without passwords and keys
+    meta["source"] = re.sub(r"^(\w+://)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", meta["source"])  # without passwords and keys
     write_atomic(os.path.join(folder, "meta.json"), lambda f: f.write(json.dumps(meta, indent=1).encode() + b"\n"))
     report(f"{folder}: {meta['source']}; {meta['tokenizer']} tokens; {meta['split']}")
     for split, count in meta["tokens"].items():

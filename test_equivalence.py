@@ -4555,7 +4555,8 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
     assert losses(ended(train_shaq_here("--resume", out="end"))[3])[0] == one
     ckpt = torch.load(tmp_path / "parts/ckpt.pt", weights_only=True)
     group = ckpt["optimizer"]["param_groups"][0]
-    assert ckpt["versions"] == whole[0]["versions"] and ckpt["step"] == 25 and ckpt["epoch"] >= 1 and ("max_norm" in group) == (optimizer == "lamb") and group["weight_decay"] == 1.2e-6
+    assert ckpt["versions"] == whole[0]["versions"]
+    assert ckpt["step"] == 25 and ckpt["epoch"] >= 1 and ("max_norm" in group) == (optimizer == "lamb") and group["weight_decay"] == 1.2e-6
     assert {r["lr"] for r in whole if "lr" in r} == {8e-3}
     with monkeypatch.context() as patch:  # the second of two processes takes up its own half of the streams
         seen, second = [], model_py.Machine(torch.device("cpu"), torch.float32, 1, 2, "")
@@ -5229,8 +5230,6 @@ def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys, monkeypa
     corpus.zip.write_bytes(b"another's text")
     fails(capsys, corpus.main, "is not enwik8", "move it away")
     assert corpus.zip.read_bytes() == b"another's text"  # and stays, as no download brought it
-    pd.write_meta(str(tmp_path), source="https://me:secret@host:80/a.bin?key=secret#b", tokenizer="byte", split="", tokens={}, bytes={})
-    assert "https://host:80/a.bin; byte" in capsys.readouterr().out and "secret" not in (tmp_path / "meta.json").read_text()
     own.write_bytes(text[:-1])
     monkeypatch.setitem(pd.DATASETS, "mine", pd.Source("http://x/mine.txt"))  # whoever adds one is told what to write there
     fails(capsys, lambda: pd.main(["mine", f"--from_file={own}", f"--data_dir={corpus.data}"]), "399,999 bytes, sha256 ",
@@ -5700,6 +5699,12 @@ def test_readme_example_runs():
     assert whole.shape == (2, 6, 8) and example["recurrence"](gates.bfloat16())[1].dtype == torch.float32
 
 
+def test_data_origin_is_recorded_without_passwords_and_keys(tmp_path, capsys):
+    for source, said in (("https://me:se@cret@host:80/a.bin?key=secret#b", "https://host:80/a.bin"), ("a?b.txt, c@d", "a?b.txt, c@d")):
+        pd.write_meta(str(tmp_path), source=source, tokenizer="byte", split="", tokens={}, bytes={})
+        assert f"{said}; byte" in capsys.readouterr().out and json.loads((tmp_path / "meta.json").read_text())["source"] == said
+
+
 def test_train_disk_too_small_for_checkpoints_is_said_at_the_start(tmp_path, monkeypatch, capsys):
     one = SimpleNamespace(rank=0, note="", same=lambda what: True)
     size = 12 * 100 * 2500
@@ -5889,6 +5894,10 @@ def test_data_fineweb_shards_are_checked_token_by_token(tmp_path, toy, capsys, m
     write(shards / "fineweb_val_000000.bin", np.full(2**22 + 5, 300), 50257)  # more than are counted at a time, of two bytes each
     pd.main(["fineweb10B", f"--from_file={shards}", f"--data_dir={data}1"])
     assert pd.load_dataset("fineweb10B", f"{data}1").bytes_per_token == 2
+    kept = Path(f"{data}1/fineweb10B/fineweb_val_000000.bin")
+    kept.write_bytes(kept.read_bytes()[:-2])  # no download of ours: it may be somebody's own
+    fails(capsys, lambda: pd.main(["fineweb10B", "--url=http://127.0.0.1:9", f"--data_dir={data}1"]), "truncated", "once you have moved it away")
+    assert kept.exists()
 
 # -----------------------------------------------------------------------------
 # bench.py
