@@ -193,6 +193,7 @@ def test_hadamard_matrix_kronecker_identity():
     assert torch.equal(hadamard_matrix(np.int64(12)), hadamard_matrix(12))
     for kind in (np.int64, int):  # the same whichever is asked for first
         kernels._split_order.cache_clear(), kernels._plan.cache_clear()
+        assert {type(n) for n in kernels._split_order(kind(24))} == {int}  # a kernel's constants come from here
         fused = [hadamard_norm_is_fused(k(768), k(12), only) for k in (kind, int) for only in (False, True)]
         assert fused == [kernels.triton is not None] * 4
         assert hadamard_transform(torch.eye(12)).equal(hadamard_matrix(12))
@@ -337,13 +338,14 @@ def test_hadamard_norm_and_its_gradients_beside_a_residual_of_any_dtype():
 
 
 def test_hadamard_norm_gradient_is_of_fp32_products_where_all_else_is_in_16_bits():
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype, rms in itertools.product((torch.bfloat16, torch.float16), (False, True)):
         x, residual, g = torch.randn(9, 64).to(dtype), 1000 * torch.randn(9, 64), (4000 * torch.randn(9, 64) + 9000).to(dtype)
         weight, one, r = torch.full((64,), 30.0).to(dtype), torch.ones(64, dtype=dtype), residual.requires_grad_()
-        _, normed = hadamard_affine_norm(x, one, one, r, weight, one, n_head=2)  # g * weight is above fp16's range
+        _, normed = hadamard_affine_norm(x, one, one, r, weight, one, rms=rms, n_head=2)  # g * weight is above fp16's range
         y, _ = hadamard_affine_norm(x, one, one, residual.detach(), weight, one, n_head=2)
         exact = y.double().requires_grad_()
-        wanted, = torch.autograd.grad(F.layer_norm(exact, (64,), weight.double()), exact, g.double())
+        norm = F.rms_norm if rms else F.layer_norm
+        wanted, = torch.autograd.grad(norm(exact, (64,), weight.double()), exact, g.double())
         assert error(torch.autograd.grad(normed, r, g)[0], wanted) < 1e-6
 
 
@@ -584,6 +586,7 @@ def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
         with torch.no_grad():
             hadamard_affine(x, alpha, beta)
         hadamard_affine(x, alpha.detach(), beta)
+        hadamard_affine(x.as_subclass(Cuda), alpha, beta)  # a GPU's kernel makes x H anew
     assert not kept
 
 
@@ -881,9 +884,13 @@ def test_hadamard_on_tensor_cores_is_exact_and_stays_inside_its_rows(d, n_head, 
                          *(((dx, (alpha * dy.double()) @ H),) if at_once else ())):
             assert y.dtype == dtype and y.shape == exact.shape and error(y, exact) <= 1.02 * error(rounded(exact, dtype), exact)
         if d == 512:
-            y, exact = kernels._transform_triton(x[:2], None, None, None, *how), (x.double() @ H)[:2]  # few rows: by butterflies
+            with unittest.mock.patch.object(kernels, "_hadamard_dot_kernel", None):  # few rows: by butterflies
+                y, exact = kernels._transform_triton(x[:2], None, None, None, *how), (x.double() @ H)[:2]
             assert error(y, exact) <= 1.02 * error(rounded(exact, dtype), exact)
     monkeypatch.setattr(kernels, "_on_triton", lambda x, *how: kernels._plan(x.shape[1], *how[:2], 16, *how[2:]) is not None)
+    if d == 1024:  # by butterflies
+        with unittest.mock.patch.object(kernels, "_grads_triton", lambda *given: given):
+            assert kernels._hadamard_backward._init_fn(x, dy, alpha, *how, False) == (x, dy, *how, alpha)
     if d == 1280:  # no kernel takes all three at once
         monkeypatch.setattr(kernels, "_hadamard", lambda *given: given)
         monkeypatch.setattr(kernels, "_hadamard_grads", lambda *given: given)
@@ -896,14 +903,15 @@ def test_hadamard_on_tensor_cores_is_exact_and_stays_inside_its_rows(d, n_head, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what is interpreted")
 def test_hadamard_of_few_rows_is_one_launch(monkeypatch):
     "As in generation; with the residual and the norm, too"
-    launched = []
+    launched, kinds = [], []
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", lambda f, *args, **how: launched.append(f))
+    monkeypatch.setattr(kernels, "_plan", lambda *how, plan=kernels._plan: kinds.append(how[4]) or plan(*how))
     for (d, n_head, heads_only), N, dtype in itertools.product(((96, 8, False), (768, 12, True)), (1, 64), (torch.float32, torch.bfloat16)):
         x, v = torch.randn(N, d).to(dtype), torch.randn(d)
         kernels._transform_triton(x, v, v, None, 1.0, n_head, heads_only)
         kernels._norm_triton(x, x, v, v, v, v, 1.0, 1e-5, False, n_head, heads_only)
-        assert len(launched) == 2
-        launched.clear()
+        assert len(launched) == 2 and kinds == ["few", "norm few"]  # a program a row
+        launched.clear(), kinds.clear()
 
 
 @needs_triton
@@ -925,6 +933,7 @@ def test_hadamard_takes_tensor_cores_where_they_are_and_fit(monkeypatch):
     monkeypatch.undo()
     with torch.device("meta"):  # as torch.set_default_device would have it
         assert kernels._dot_plan.__wrapped__(1024, 16) == kernels._dot_plan(1024, 16)
+    assert f"more than {kernels._FEW}," in hadamard_affine.__doc__ and f"forward up to {kernels._FEW} rows" in kernels.hadamard_path.__doc__
     takes = lambda d, dtype, n_head, only: kernels._by_dots(torch.empty(1, d, dtype=dtype, device="meta"), n_head, only) is not None
     assert [takes(d, *how) for d, *how in ((1024, torch.bfloat16, 16, False), (768, torch.float16, 192, False), (1024, torch.float32, 16, False),
                                            (768, torch.float16, 12, True), (128, torch.float16, 1, False), (384, torch.float16, 1, False),
@@ -1019,7 +1028,9 @@ def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeyp
         mean = out.double().mean(1) * (not rms)
         stats = poisoned(torch.stack((mean, (out.double() - mean[:, None]).square().mean(1).add(1e-5).rsqrt())).float())[0]
         args = x, out, stats, dout, dnormed, alpha, weight, biased, scale, rms, n_head, heads_only
-        got = kernels._norm_backward_triton(*args)
+        with unittest.mock.patch.object(torch.cuda, "device_of", wraps=torch.cuda.device_of) as device_of:
+            got = kernels._norm_backward_triton(*args)
+        assert torch.cuda.is_available() or device_of.call_count == 1
         assert [t.dtype for t in got] == [dtype, wide] + 4 * [torch.float32]
         for g, e in zip(got, exact):
             assert g.shape == e.shape and (not e.numel() or error(g, e) <= max(1.02 * error(e.to(g.dtype), e), 1e-6))
@@ -1225,6 +1236,7 @@ def test_gpt_of_nanogpts_kind_has_its_parameters_and_its_logits():
 def test_gpt_impossible_settings_are_one_line():
     for words, config in ((("attn_out='hadamar'", "dense, hadamard"), dict(attn_out="hadamar")),
                           (("n_embd=50", "n_head=4", "take 48 or 56"), dict(n_embd=50)), (("n_embd=12", "even"), dict(n_embd=12)),
+                          (("dropout=1.0", "0 to below 1"), dict(dropout=1.0)),
                           (("attn=dva", "attn_out=hadamard"), dict(attn="dva", attn_out="hadamard")),
                           (("init=torch",), dict(init="torch", attn_out="hadamard")),
                           (("92", "take 88 or 96"), dict(n_embd=92, n_head=2, attn_out="hadamard")),
@@ -1293,6 +1305,8 @@ def test_gpt_attention_output_is_a_dense_one_with_a_fixed_matrix(out, n_embd, n_
     dense.load_state_dict(state)
     idx = torch.randint(0, 97, (2, 16))
     assert error(m(idx), dense(idx)) < 1e-12
+    with torch.autocast("cpu", torch.bfloat16):  # beside fp32 vectors, too
+        assert m.float().h[0].attn(torch.randn(2, 5, n_embd)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("config", [dict(SIZES["nano"], vocab_size=256), dict(n_layer=1, n_embd=768, n_head=12),
@@ -1374,6 +1388,8 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
             calls.clear()
             kernels.rope_backward._init_fn([dx] * 3, torch.zeros(shapes), torch.zeros(shapes))
             assert calls == ["triton"] * (len(shapes) == 3 and shapes[0] == T and kernels.triton is not None)
+        kernels.rope_backward._init_fn([dx] * 3, table[0], table[1][:1])
+        assert calls == ["triton"] * (kernels.triton is not None)  # as above
         calls.clear()
         for dtype in (torch.bfloat16, torch.float16, torch.float64):
             kernels.rope_backward._init_fn([dx.to(dtype)] * 3, *table)
@@ -1399,7 +1415,9 @@ def test_rope_backward_kernel_turns_back_and_takes_any_strides(dtype, tol, insid
         grads = [wide[..., w:], late.transpose(1, 2), turned.mT, first.expand(B, h, T, w)]
         cos, sin = torch.stack(model_py.rope_table(T, w, device), -1).unbind(-1)  # of any strides, too
         out = torch.full((B, T, 4, h, w), math.nan, device=device, dtype=dtype)
-        kernels._rope_backward_triton(grads, cos, sin, out)
+        with unittest.mock.patch.object(torch.cuda, "device_of", wraps=torch.cuda.device_of) as device_of:
+            kernels._rope_backward_triton(grads, cos, sin, out)
+        assert device_of.call_count == 1  # it need not be the current one
         x = torch.zeros(B, T, h, w, dtype=torch.float64, device=device, requires_grad=True)
         exact = [torch.autograd.grad(model_py.rope(x, cos, sin), x, g.transpose(1, 2).double())[0] for g in grads[:2]]
         exact += [g.transpose(1, 2).double() for g in grads[2:]]
@@ -1412,6 +1430,7 @@ def test_rope_backward_kernel_turns_back_and_takes_any_strides(dtype, tol, insid
 def test_one_query_kernel_is_masked_attention_and_reads_only_what_it_may(dtype, inside, monkeypatch):
     device = GPU if torch.cuda.is_available() else "cpu"
     where = lambda *shape: torch.randn(*shape, device=device).to(dtype)
+    assert [kernels._one_query_plan(programs, 64, 64)[1] for programs in (1, 1024, 2048, 2049)] == [8, 4, 2, 1]  # warps
     for B, h, S, w, u, seen in ((2, 3, 37, 64, 64, 30), (1, 2, 5, 40, 80, None), (1, 1, 1, 8, 8, 1), (1, 2, 300, 96, 96, 271),
                                 (1, 1, 40, 256, 256, None), (0, 2, 3, 4, 4, 2), (3, 5, 50, 64, 32, 35)):
         if S == 50:  # as for many sequences, in one warp
@@ -1432,7 +1451,9 @@ def test_one_query_kernel_is_masked_attention_and_reads_only_what_it_may(dtype, 
             q, k, v, mask = (t if t is None else torch.stack((t, t), -1)[..., 0] for t in (q, k, v, mask))
         exact = (q.double() @ k[:, :, there].double().mT * w ** -0.5 + (0 if mask is None else mask[:, there].double())).softmax(-1)
         out = torch.full((B, h, 1, u), math.nan, device=device, dtype=dtype)
-        kernels._one_query_triton(q, k, v, mask, out)
+        with unittest.mock.patch.object(torch.cuda, "device_of", wraps=torch.cuda.device_of) as device_of:
+            kernels._one_query_triton(q, k, v, mask, out)
+        assert device_of.call_count == (B > 0)  # it need not be the current one
         exact = exact @ v[:, :, there].double()
         assert B == 0 or error(out, exact) <= max(1e-6, 1.02 * error(rounded(exact.cpu(), dtype).to(device), exact))  # rounds once
     k, v = where(2, 2, 9, 8), where(2, 2, 9, 8)
@@ -1461,16 +1482,19 @@ def test_attention_of_one_query_takes_its_kernel_on_a_gpu_without_gradients():
             attention(q, k, k, mask=mask), attention(q_there, k_there, k_there, dropout=0.5)
             attention(*(F.pad(t, (0, 300)) for t in (q_there, k_there, k_there)))
             assert not calls
-            attention(q_there, k_there, k_there, mask=mask)
+            attention(*(F.pad(t, (0, 248)) for t in (q_there, k_there, k_there)), mask=mask)  # as wide as it may be
             with torch.autocast("cpu", torch.bfloat16):
                 attention(q_there, k_there, k_there)
-            (*first, given), (*second, none) = calls
+            attention(q_there, k_there, k_there, new=[k_there[:, :, -1:]] * 2)  # which gradients alone would want
+            (*first, given), (*second, none), _ = calls
             assert given is mask and none is None and {t.dtype for t in first} == {torch.float32} and {t.dtype for t in second} == {torch.bfloat16}
             with torch.autograd.forward_ad.dual_level():
                 refuses(lambda: attention(q_there, k_there, k_there), "reverse mode only", kind=NotImplementedError)
         run, wide = kernels.one_query_attention._init_fn, [F.pad(t, (0, 249)) for t in there]
         with unittest.mock.patch.object(kernels, "triton", kernels.triton or object()):
-            assert (run(q_there, k_there, k_there, mask) == 7).all() and (run(q_there.half(), *[k_there.half()] * 2, None) == 7).all()
+            for a, b in ((q_there, k_there), [F.pad(t, (0, 248)) for t in there]):  # as wide as may be, too
+                assert (run(a, b, b, mask) == 7).all()
+            assert (run(q_there.half(), *[k_there.half()] * 2, None) == 7).all()
             for a, b in (wide, [t.double() for t in there], (q, k)):  # too wide for a program; fp64; not on a GPU
                 assert error(run(a, b, b, None), attention(*(t.as_subclass(torch.Tensor) for t in (a, b, b)))) < 1e-6
     torch.library.opcheck(kernels.one_query_attention, (q, k, k, mask), test_utils=("test_schema", "test_faketensor"))
@@ -1687,6 +1711,7 @@ def test_gpt_blocked_attention_takes_more_rows_of_wide_heads_in_16_bits():
         P = torch.softmax((q.double() @ k.double().mT * width ** -0.5).masked_fill(torch.ones(T, S).triu(1 + S - T) > 0, -math.inf), -1)
         y, _ = blocked_attention(q, k, None, k, None, None, None, None, 0.0, False)
         assert error(y, P @ k.double()) < (1e-6 if dtype == torch.float32 else 0.01)
+    assert model_py.query_blocks(*torch.empty(2, 1, 1100, 8, device="meta")) == [(0, 512), (512, 1024), (1024, 1100)]  # as on a GPU
 
 
 @pytest.mark.parametrize("outer", [False, True])
@@ -1745,7 +1770,8 @@ def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
         assert torch.equal(cached, uncached) and cached.shape == (3, 5 + n) and torch.equal(cached[:, :5], idx)
     with unittest.mock.patch.object(m, "new_cache", wraps=m.new_cache) as made:
         y = m.generate(idx, 9)
-    assert made.called and torch.equal(y, m.generate(idx, 9, 1.0, None, torch.Generator().manual_seed(1337)))  # unless told otherwise
+    assert made.call_args.args == (3, 14)  # no longer than it will be
+    assert torch.equal(y, m.generate(idx, 9, 1.0, None, torch.Generator().manual_seed(1337)))  # unless told otherwise
     full = torch.randint(0, 97, (3, 16))  # all of it counts for the first token, then the last half of the window
     y = m.generate(full, 2, 0)
     assert torch.equal(y[:, 16], m(full)[:, -1].argmax(-1)) and torch.equal(y[:, 17], m(y[:, 9:17])[:, -1].argmax(-1))
@@ -1756,6 +1782,11 @@ def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
     wide = make(scale=3.0, attn=attn, pos=pos, block_size=400)
     y, x = wide.generate(idx[:1, -2:], 300, 0), idx[:1, -2:]  # past one stride of the cache
     assert torch.equal(wide(y[:, :-1])[:, 1:].argmax(-1), y[:, 2:]) and torch.equal(y[:, :2], x)
+    for x, stride, graphs in ((idx, 16, 2), (idx.as_subclass(Cuda), 256, 1)):  # a graph serves so many positions, and reads no others
+        with (unittest.mock.patch.object(model_py, "captured", wraps=model_py.captured) as captured,
+              unittest.mock.patch.object(wide, "hidden", wraps=wide.hidden) as hidden):
+            wide.generate(x, 16, 0)
+        assert captured.call_count == graphs and hidden.call_args_list[1].args[1][0][0].size(2) == min(stride, 21)
     with torch.autocast("cpu", torch.bfloat16):  # the cache stays in fp32
         assert m.generate(idx, 9).shape == (3, 14)
     fresh = torch.Generator().manual_seed(8)
@@ -1859,8 +1890,12 @@ def test_peak_flops_knows_cards_by_whole_words(monkeypatch):
         assert model_py.peak_flops(model_py.Machine(torch.device("cuda"), torch.bfloat16, 0, 1, ""))[0] == peak * 1e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
     assert model_py.peak_flops(model_py.Machine(torch.device("cuda"), torch.bfloat16, 0, 1, ""))[0] == 1307e12
+    waited = []  # for the products, which a GPU has only begun
+    monkeypatch.setattr(torch.Tensor, "item", lambda t: waited.append(t))
     for device, dtype, n, times in (("cpu", torch.bfloat16, 1024, 1), ("cuda", torch.float32, 4096, 20)):
+        waited.clear()
         assert model_py.peak_flops(model_py.Machine(torch.device(device), dtype, 0, 1, ""))[0] == times * 2 * n ** 3
+        assert len(waited) == 1
 
 
 def test_gpt_evaluation_does_none_of_the_work_of_gradients():
@@ -1891,7 +1926,10 @@ def test_gpt_loss_holds_the_logits_of_one_slice_at_a_time_and_no_second_copy(row
     x, w = torch.randn(50, 4, requires_grad=True), torch.randn(97, 4, requires_grad=True)
     with Large():
         model_py.HeadLoss.apply(x, w, torch.randint(97, (50,)), True)
-    assert len(made) == 50 // rows and max(live) == 1
+        assert len(made) == 50 // rows and max(live) == 1
+        made.clear()
+        model_py.HeadLoss.apply(x.as_subclass(Elsewhere), w, torch.randint(97, (50,)), True)
+    assert len(made) == (1 if rows == 50 else 2)  # on a GPU four times as many
 
 
 def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
@@ -2094,6 +2132,7 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
     m, idx, results = make(double=True, **dict(attn_out="hadamard") | config), torch.randint(0, 97, (2, 9)), []
     for block in m.h:
         block.attn.one_pass, block.ln_2.eps = True, 0.3
+    m.train()  # without dropout
     for x in (idx, idx.as_subclass(Cuda)):
         calls = []
         with unittest.mock.patch.object(model_py, "hadamard_affine_norm", lambda *a: calls.append(a) or hadamard_affine_norm(*a)):
@@ -2103,6 +2142,10 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
         (y.as_subclass(torch.Tensor) * torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)).sum().backward()
         results.append([y.detach().as_subclass(torch.Tensor)] + [p.grad.clone() for p in m.parameters()])
     assert all(error(a, b) < 1e-11 for a, b in zip(*results))
+    with unittest.mock.patch.object(model_py, "hadamard_affine_norm", wraps=hadamard_affine_norm) as called:
+        m.eval().h[0].attn.resid_dropout.p = 0.5  # which is off
+        m(idx.as_subclass(Cuda))
+    assert called.call_count == len(m.h)
     for x in (idx, idx.as_subclass(Cuda)):  # in generation, too: a prompt, then a token at a time, at a place that is a tensor
         with torch.no_grad():
             cache = m.new_cache(2, 16)
@@ -2297,6 +2340,10 @@ def test_run_machine_says_what_it_chose(monkeypatch):
     x = torch.randn(3)
     assert m.mean(x) is x
     seen, there = [], model_py.Machine(torch.device("meta"), torch.float32, 0, 2, "")
+    with unittest.mock.patch.object(nn.parallel, "DistributedDataParallel") as ddp:
+        there.parallel(nn.Identity())
+    assert ddp.call_args.kwargs == dict(gradient_as_bucket_view=True)  # else every gradient would be there twice
+    assert there.net.broadcast_buffers is False  # rope's angles are the same everywhere
     there.mean = lambda x: seen.append(x.device.type) or torch.ones(())
     assert there.all(True) and seen == ["meta"]  # NCCL takes nothing that lies elsewhere
     with monkeypatch.context() as patch:  # the best of each: a stall between two measurements says nothing
@@ -3032,6 +3079,9 @@ def test_train_resume_from_another_run_or_from_no_checkpoint_is_one_line(train, 
     written = os.stat(path).st_mtime_ns  # of what is read: meanwhile another run may save
     with unittest.mock.patch.object(torch, "load", lambda *a, load=torch.load, **kw: (load(*a, **kw), os.utime(path, (1, 1)))[0]):
         assert load_checkpoint(str(path))["written"] == written
+    state = torch.get_rng_state()
+    load_checkpoint(str(path))
+    assert torch.equal(torch.get_rng_state(), state)  # it fills no second model with numbers
     ckpt = load_checkpoint(str(path))
     torch.save({k: v for k, v in ckpt.items() if k != "evaluated"}, path)  # as of old
     one_line(train("--resume"), "ckpt.pt", "no checkpoint of these scripts")
@@ -3373,6 +3423,7 @@ def test_fopool_triton_composes_many_segments(monkeypatch, inside):
 @needs_triton
 def test_fopool_takes_any_strides(monkeypatch):
     monkeypatch.setattr(kernels, "CPU_CHUNK", kernels.FO_CHUNK)
+    monkeypatch.setattr(torch.cuda, "device_of", device_of := unittest.mock.Mock(wraps=torch.cuda.device_of))
     near = 3e-6 if torch.cuda.is_available() else 1e-6  # a GPU's exp and 1 / x are approximate
     turned = lambda t: None if t is None else t.mT.contiguous().mT
     (gates, c0), dh, dc = _fo_inputs(2, 21, 6, True, torch.float32)
@@ -3389,9 +3440,12 @@ def test_fopool_takes_any_strides(monkeypatch):
         assert torch.equal(y, h) and torch.equal(d, c) and torch.equal(g, torch.cat(grads[:3], -1))
     first = gates[:1].expand(2, 21, 18)  # stride 0 over the batch
     assert torch.equal(kernels.qrnn_pool(first)[0], kernels.qrnn_pool(first.contiguous())[0])
+    sizes = (16, 4096, 1024), (1, 4096, 16383), (1, 16384, 1024), (1, 16384, 64)  # B * H of 16,384 walk all of T; else up to 128 segments
+    assert [kernels._fo_plan(*[torch.empty(size, device="meta")] * 3)[3][1] for size in sizes] == [1, 3, 32, 128]
     z, f, o = gates.chunk(3, -1)
     for mixed in ((z, f.contiguous(), o), (z, f, o.transpose(0, 1).contiguous().transpose(0, 1))):
         torch.testing.assert_close(kernels._fo_forward_triton(*mixed, c0, True)[0], h, rtol=0, atol=near)
+    assert torch.cuda.is_available() or device_of.call_count == 2 * 3 + 2  # each launch is on its tensors' GPU
 
 
 @needs_triton
@@ -3425,7 +3479,7 @@ def test_fopool_keeps_no_graph_over_time():
     (gates, c0), dh, _ = _fo_inputs(2, 64, 4, True, torch.float32)
     gates.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
-        sizes = []
+        sizes, of_h = [], gates
         h, c = kernels.qrnn_pool(gates, c0)
     assert len(sizes) == 2 and sum(sizes) == gates.numel() + 64 // kernels.CPU_CHUNK * c0.numel()
     taken = []  # no new tensor a step either
@@ -3433,6 +3487,9 @@ def test_fopool_keeps_no_graph_over_time():
         gates = torch.randn(1, T, 12, requires_grad=True)
         taken.append(sum(n > 0 for n in memory_events(lambda: kernels.qrnn_pool(gates)[0].sum().backward())))
     assert taken[0] == taken[1] > 5, taken
+    with unittest.mock.patch.object(kernels, "_fo_backward_op", wraps=kernels._fo_backward_op) as asked:
+        torch.autograd.grad(h.sum(), of_h, retain_graph=True)
+    assert asked.call_args.args[3] is None  # an unused c_last costs nothing
     assert h.grad_fn is c.grad_fn and h.grad_fn.next_functions[0][0].name() == "torch::autograd::AccumulateGrad"
 
 
@@ -3716,7 +3773,7 @@ def test_lamb_is_its_transcription():
     ratios = set()
     for _ in range(6):
         for i, p in enumerate(params):
-            p.grad = torch.randn_like(p) * 10.0 ** (i - 2)
+            p.grad = torch.randn_like(p) * 10.0 ** (i - 2 if i else -9)  # the first's steps are small, and its ratio large
             m[i] = beta1 * m[i] + (1 - beta1) * p.grad
             v[i] = beta2 * v[i] + (1 - beta2) * p.grad ** 2
             step = m[i] / (v[i].sqrt() + eps) + decay * plain[i]
@@ -3908,6 +3965,8 @@ def test_shaq_generation_is_one_graph(preset):
         state = model.rings(model(torch.randint(11, (2, 5)))[1], 100)
         for _ in range(12):
             step(torch.randint(11, (2, 1)), state)
+        few = model.rings(model(torch.randint(11, (2, 3)))[1], 2)  # with room for what comes, not for all that there may be
+    assert [m.rows.size(1) for _, m in few if m] == [5] * len(model.config.attn_layers)
     assert len(graphs) == 1 and state[model.config.attn_layers[0] - 1][1][1].item() == 17
 
 
@@ -4731,6 +4790,8 @@ def test_train_steps_replayed_are_steps(device, monkeypatch):
     m = machine(device, "float32")
     if device == "cpu":
         monkeypatch.setattr(model_py, "captured", lambda work, device, keep, pool: run_once(work, keep) or work)
+    aside = unittest.mock.Mock(wraps=model_py.beside)  # the stream that steps are recorded on, also of those that are not
+    monkeypatch.setattr(model_py, "beside", aside)
     for kind in ("shaq", "lamb without a memory", "gpt", "gpt's micro-batches"):
         runs = []
         for on in (False, True):
@@ -4752,11 +4813,16 @@ def test_train_steps_replayed_are_steps(device, monkeypatch):
                 batch = ids[i, :, :n], ids[i, :, 1:n + 1]
                 if kind.startswith("gpt"):
                     batch = [batch] if step is replayed else list(zip(*(t.split(1) for t in batch)))
-                figures, state = step(batch, state, 1e-3 * (i + 1))
+                figures, state = step(batch, None if i == 12 else state, 1e-3 * (i + 1))  # at last a stream begins anew
                 found += figures.tolist()
             runs.append([torch.tensor(found), *(t.cpu() for t in tensors(state))])
+            assert all(g["capturable"] == on for g in optimizer.param_groups if kind == "gpt")  # else a GPU's AdamW refuses to be recorded
             if step is not replayed and device == "cpu":  # weights, too. Elsewhere Adam makes steps of the noise in a gradient of zero
                 runs[-1] += map(torch.detach, model.parameters())
+            assert aside.called == on
+            aside.reset_mock()
+            strides = {t.stride() for _, there, *_ in replayed.graphs.values() for t in tensors(there)}
+            assert strides <= {(17, 1)} and len(replayed.states) == on  # else compiled anew; one for windows of all lengths
             assert len(replayed.warm) == 3 * on and len(replayed.graphs) == (2 + (step is not replayed)) * on, kind  # 5 came once, or thrice
         assert all(error(b, a.double()) < (1e-6 if device == "cpu" else 1e-4) for a, b in zip(*runs)), kind
 
@@ -5998,6 +6064,12 @@ def test_bench_speeds_stand_beside_the_papers(tmp_path, capsys, monkeypatch):
     real = bench.inference_model("nano", "identity", model_py.Machine(torch.device("cpu"), torch.bfloat16, 0, 1, ""), 2000, True)
     assert {(p.dtype, p.requires_grad) for p in real.parameters()} == {(torch.bfloat16, False)} and not real.training and seen == ["Block"]
     assert (real.config.attn_out, real.config.n_embd, real.config.block_size) == ("identity", 32, 2000)
+    with monkeypatch.context() as patch:  # SHAQ, too
+        patch.setattr(SHAQ, "advance", lambda model, token, state: seen.append(model.wte.weight.dtype) or torch.zeros(1, 205))
+        patch.setattr(bench, "timed", lambda work, m, rounds: {name: (f(0), np.ones(7))[1] for name, f in work.items()})
+        args = SimpleNamespace(gpu=False, runs=1, presets=["shaq"], what="decode", run="", hardware="", git="", out=str(tmp_path / "shaq.jsonl"))
+        bench.generate_rows(args, model_py.Machine(torch.device("cpu"), torch.bfloat16, 0, 1, ""), 1e10)
+    assert seen[1:] == [torch.bfloat16]
     seen.clear()
 
     class Model:
@@ -6080,12 +6152,13 @@ def test_bench_prints_a_papers_figure_beside_the_papers_model_alone(monkeypatch)
 
 
 def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data, capsys, monkeypatch):
-    same, share, asked = [], bench.share, []
+    same, share, asked, shown = [], bench.share, [], []
     monkeypatch.setattr(bench, "share", lambda model, given: same.append(all(torch.equal(p, given[n]) for n, p in model.named_parameters()))
                         or share(model, given))
     monkeypatch.setattr(bench, "load_dataset", lambda *a: replace(pd.load_dataset(*a), bytes_per_token=3.0))
     monkeypatch.setattr(bench, "reproducible", asked.append)
     monkeypatch.setattr(bench.Peak, "mib", lambda peak, mib=itertools.count(1): next(mib))  # as on a GPU
+    monkeypatch.setattr(bench, "progress", lambda done, total, *a, **kw: shown.append((done, total)))
     rows = bench_run(tmp_path, "compare", "--variant=lr=4e-3", "--variant=lr=4e-3", "--variant=lr=4e-4", common(bench_data, GPT_SET),
                      "--seeds=3", "--points=2")
     assert [(r["seed"], r["index"]) for r in rows] == [(seed, (seed - 1 + k) % 3) for seed in (1, 2, 3) for k in range(3)]  # each is first once
@@ -6096,6 +6169,7 @@ def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data
     assert len(set(loss[0])) == 3 and loss[0] == loss[1]
     assert bench.paired(loss[1], loss[0]) == (0.0, 0.0)
     assert bench.paired([1.0, 5.0, 9.0], [0.0, 2.0, 1.0]) == pytest.approx((4, (13 / 3) ** 0.5))  # differences 1, 3 and 8
+    assert shown == [(i, 108) for i in range(108) if i % 12]  # of all runs
     assert same == [True] * 9  # each starts from the baseline's weights of the same seed
     assert all(r["bits_per_byte"] == pytest.approx(r["val_loss"] / math.log(2) / 3) for r in rows)
     mean, error = bench.paired(loss[2], loss[0])
@@ -6450,13 +6524,15 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
                                               ("qrnn_pool", 0.05, "fo-pool, B 2, T 9, H 4,")])
 def test_bench_kernels_times_nothing_that_is_wrong(name, off, words, tmp_path, monkeypatch, capsys):
     def wrong(*args, real=getattr(bench, name), **how):
-        y = real(*args, **how)
+        y, walked[:] = real(*args, **how), [kernels._programs]
         return y if args[0].dtype == torch.float64 else (y[0] * (1 + off), *y[1:]) if isinstance(y, tuple) else y * (1 + off)
 
+    walked, programs = [], kernels._programs
     monkeypatch.setattr(bench, "timed", None if name != "qrnn_pool" else bench.timed)
     monkeypatch.setattr(bench, name, wrong)
     argv = "kernels", "--widths=32", "--rows=4", "--pool=2x9x4", "--heads=1x8x24", "--rounds=1", *CPU
     fails(capsys, lambda: bench.main([*argv, f"--out={tmp_path}/kernels.jsonl"]), words, "wrong here, by", "not timed")
+    assert walked[0](2**16) == 2 and kernels._programs is programs  # several blocks of rows each, as it is timed with as many as fit
 
 
 def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
@@ -6808,6 +6884,10 @@ def test_bench_timing_interleaves_and_warms_up(monkeypatch):
     assert bench.spread(np.array([1e-3, 2e-3, 3e-3, 10e-3, 11e-3])) == "3 ± 4" and bench.deviation([1, 2, 6]) == 7 ** 0.5
     assert [bench.spread(np.array([m - 2 * q, m, m + 2 * q]) / 1e3) for m, q in ((0.0801, 6e-5), (977.3, 0.04), (150, 6), (1234, 0))] == [
         "0.08010 ± 0.00006", "977.30 ± 0.04", "150 ± 6", "1,234 ± 0"]
+    for kind, held in ((torch.Tensor, 0), (Cuda, 3)):  # a GPU's results are kept for one turn
+        made, inputs = [], [torch.ones(1).as_subclass(kind) for _ in range(3)]
+        work = bench.in_turn(lambda x: (y := x + 1, made.append(weakref.ref(y)))[0], inputs)
+        assert [work(i) for i in range(7)] == [None] * 7 and sum(y() is not None for y in made) == held
     seconds = dict(dense=[1.9, 2.1], hadamard=[1.6, 1.8], head_hadamard=[2.0, 2.2], identity=[1.4, 1.6])
     gain = bench.gains({k: np.array(v) for k, v in seconds.items()})
     assert list(gain["hadamard"].values()) == pytest.approx([2 / 1.7 - 1, (1.9 / 1.6 - 2.1 / 1.8) / 2, 0.6])  # paired, round by round
@@ -6984,8 +7064,9 @@ def test_bench_loss_is_that_of_every_token(tmp_path, monkeypatch):
         for batch in (2**14, 48, 1):
             with monkeypatch.context() as patch:
                 patch.setattr(gpt.config, "vocab_size", 2**26 // batch)  # rows at a time: by what their logits take, one at least
+                patch.setattr(bench, "inputs_and_targets", asked := unittest.mock.Mock(wraps=bench.inputs_and_targets))
                 found = bench.token_losses(gpt, tokens, cpu, context)
-            assert found.shape == (n,)
+            assert found.shape == (n,) and max(len(call.args[0]) for call in asked.call_args_list) <= max(1, batch // 16)
             for j in (0, 3, 15, 16, 17, 40, 41, n - 17, n - 16, n - 2, n - 1):
                 at = min(max(0, -(-(j - 15) // (16 - context))) * (16 - context), n - 16)  # the first window that holds it, or the last of all
                 seen = tokens[at:j + 1].tolist()
