@@ -87,6 +87,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # nor in the processes that tests start; bi
 os.environ["no_proxy"] = "127.0.0.1"  # where http_proxy is set, the tests' own server is not behind it
 GPU = torch.device("cuda")
 ABSENT = "mps" if torch.cuda.is_available() else "cuda"  # a device that is not there
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}:{module}") for kind, module in (  # PyTorch's own, and NaN and inf in the interpreter
+    ("DeprecationWarning", "torch.jit._script"), ("RuntimeWarning", "triton.runtime.interpreter"))]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is for Linux only")
 LAYERS = [(64, 1, False), (48, 1, False), (96, 8, False), (1536, 16, False), (48, 12, True), (96, 4, True)]  # width, heads, heads_only
