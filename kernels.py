@@ -9,12 +9,7 @@ Operators of the three papers, each with a fast path for GPUs (Triton) and one f
     rope_backward([dq, dk, dv], cos, sin)     the gradient of a joint projection to q, k, v where q and k took rotary positions
     one_query_attention(q, k, v, mask)        softmax(q k^T / sqrt(w) + mask) v of a single query a head, for decoding, without a gradient
 
-To copy an operator into another repository:
-    the Hadamard operators    everything above the comment "fo-pooling" (for the matrix alone, everything above "PyTorch path")
-    fo-pooling                the top, to the end of the function _reverse_mode_only, and everything from the comment "fo-pooling" on
-    rotary positions          the same top, and everything from the comment "Rotary positions backward" on
-    attention of one query    the same top, and everything from the comment "Attention of one query" on
-Each part needs torch, uses Triton where that is installed, and nothing else.
+README, section 4, says which lines to copy for one of them. Each needs torch, uses Triton where that is installed, and nothing else.
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2
 [QRNN] Bradbury et al., Quasi-Recurrent Neural Networks, arXiv:1611.01576
@@ -48,6 +43,13 @@ def _check_devices(name, *tensors):
     # else PyTorch, given meta and real tensors, would return unwritten memory, and Triton would read another GPU's, perhaps too early
     if any(t.device != tensors[0].device for t in tensors):
         raise ValueError(f"{name}: its tensors are on {', '.join(str(t.device) for t in tensors)}: expected all on one device")
+
+
+def _launch(kernel, grid, x, *args, **how):
+    "Runs a Triton kernel on the GPU of x, its first argument: Triton itself takes the current one. CUDA refuses an empty grid: nothing to do"
+    if math.prod(grid):
+        with torch.cuda.device_of(x):
+            kernel[grid](x, *args, **how, enable_fp_fusion=True)  # a * b + c in one instruction; unset, Triton 3.9 warns, 3.10 takes two
 
 
 def _once(name):
@@ -144,10 +146,9 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
 # -----------------------------------------------------------------------------
 # PyTorch path. H_d = A (x) B, A (a, a) and B (b, b), with a and b near sqrt(d): each row, seen as a matrix X (a, b), becomes A X B, two
 # small dense products instead of log2(d) sweeps over slices. 4096 rows of 1024 in fp32 on two AVX-512 cores take 4.5 ms this way, 20 ms
-# by butterflies, 65 ms as one dense product. A CPU takes the rows in blocks of 1 MB in fp32, or 1 MB a thread in 16 bits, where call overhead
-# weighs more (of rows above 2048 wide, more: see _blocks). So all between the first read and the last write stays in cache, and but for fp16
-# no full-size temporary is paged in (32 MiB of fresh memory cost more than the whole transform). Narrow rows are an exception: there one
-# dense product costs less than two small ones.
+# by butterflies, 65 ms as one dense product, which only narrow rows take. A CPU takes blocks of rows, of 1 MB in fp32, or 1 MB a thread in
+# 16 bits, where call overhead weighs more (see _blocks). So all between the first read and the last write stays in cache, and but for fp16
+# no full-size temporary is paged in (32 MiB of fresh memory cost more than the whole transform).
 
 
 @lru_cache(64)
@@ -311,13 +312,10 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 #     V        how many neighbours in a row a thread holds
 #     TURN     by how many places the numbers that a program loads are turned already: see _inner. 1 if A > 1: for 16 heads of 96, whose
 #              tiles are pieces of 16 bytes, each load then takes two neighbouring pieces, a sector of the cache
-# The plans were chosen by timing on an H200 (November 2026, 65,536 rows in bf16). Counting instructions in compiled code misleads: for
-# d = 1024 it favoured a kernel on tensor cores, since dropped (12.6 an element; butterflies 20), yet that took 104 us (16 rows in four
-# warps of 197 registers), butterflies 76 (one row in one warp of 64), a copy 65. Many small programs hide one another's waits. So a loop
-# over rows that copies ahead into shared memory is slower (188 us), as are vectors loaded before they are wanted (77). Halving the
-# shuffles (_inner) cut 241 us to 128 for d = 1536 (a copy: 97), 190 to 153 for 2048. Mostly loads of alpha and beta remain: with pre alone
-# d = 1024 runs at 0.98 of a copy's rate. The kernels on tensor cores below came later (one warp, no shuffles, 11 to 18 instructions an
-# element). Nobody has timed them.
+# The plans were chosen by timing on an H200 (README: "Tried in vain, or not taken"). Counting instructions in compiled code misleads, as many
+# small programs hide one another's waits: at d = 1024 one row in one warp of 64 registers takes 76 us (65,536 rows in bf16; a copy 65), a
+# loop over rows that copies ahead into shared memory 188. With pre alone 1024 runs at 0.98 of a copy's rate: what remains are mostly loads
+# of alpha and beta. Nobody has timed the kernels on tensor cores, which came later.
 
 if triton is not None:
 
@@ -391,8 +389,7 @@ if triton is not None:
     def _places(M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr,
                 TURN: tl.constexpr):
         "The places in a row of a thread's numbers of each tile, after TURN calls of _inner: a tuple of M * P, (W,) each"
-        K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
-        L: tl.constexpr = W // (K * V)
+        L: tl.constexpr = W // V if W < 32 * V else 32
         T: tl.constexpr = TURN % (1 + (L > 1) + (L > 2) + (L > 4) + (L > 8) + (L > 16)) if INNER else 0
         j, tile, S = tl.arange(0, W), 0, 0
         if T > 0:
@@ -409,8 +406,7 @@ if triton is not None:
     @triton.jit
     def _signs(scale, P: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
         "The factors, +-scale, for a thread's numbers of even and of odd tiles after _inner: (1, W) each, or scale where no sign changes"
-        K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
-        L: tl.constexpr = W // (K * V)
+        L: tl.constexpr = W // V if W < 32 * V else 32
         T: tl.constexpr = TURN % (1 + (L > 1) + (L > 2) + (L > 4) + (L > 8) + (L > 16)) if P == 1 else 0
         unit = scale, scale
         if INNER and L > 1:
@@ -438,8 +434,8 @@ if triton is not None:
     def _inner(t, R: tl.constexpr, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
         """The tuple of M * P tiles (R, W), fp32, times H_M (x) H_P (x) H_W. For TURN, places and signs see above. Only rows spread over
         K > 1 warps need shared memory and barriers."""
-        K: tl.constexpr = W // (32 * V) if W > 32 * V else 1
-        L: tl.constexpr = W // (K * V)
+        L: tl.constexpr = W // V if W < 32 * V else 32
+        K: tl.constexpr = W // (L * V)
         T: tl.constexpr = TURN % (1 + (L > 1) + (L > 2) + (L > 4) + (L > 8) + (L > 16))
         n = ()
         for i in tl.static_range(M * P):
@@ -528,9 +524,8 @@ if triton is not None:
     # N is not specialised, here or below: that would improve no instruction, and Triton would compile separate kernels for N = 1, for
     # multiples of 16 and for all other N, in the middle of a run
     @triton.jit(do_not_specialize=["N"])
-    def _hadamard_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
-                         C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr,
-                         TURN: tl.constexpr):
+    def _hadamard_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+                         CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
         "out = alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; one read, one write"
         row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
         rows, part = row[:, None] * D + tl.program_id(1) * CW, tl.program_id(1) * CW
@@ -572,7 +567,7 @@ if triton is not None:
     # Products of 16-bit numbers with +-1 are exact, sums are fp32. An fp32 operand is split into two bf16, which hold 16 bits of it (the
     # result keeps 8 or 11); an infinite number makes its row NaN. Constexprs besides D, M, P and R, and forward G, a program's rows over R:
     #     IN, OUT   strides in memory of the bits of a number's place in a tile, lowest bit first, as loaded and as stored
-    #     MS, PS    distances in memory from one of the M, or of the P, tiles to the next
+    #     TILES     where each of the M * P tiles begins in a row
     #     K         the matrices' signs: see _sign_bits
     #     EXACT     products in fp32, for the interpreter, which multiplies bf16 wrongly (triton-lang/triton, issue 11584)
 
@@ -587,12 +582,12 @@ if triton is not None:
         return tl.max_contiguous(tl.multiple_of(at, SIDE), SIDE)
 
     @triton.jit
-    def _load_pieces(x, row, at, N, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr, MS: tl.constexpr, PS: tl.constexpr):
-        "The M * P tiles (512,) of R rows, 0 from row N on"
+    def _load_pieces(x, row, at, N, D: tl.constexpr, NT: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr):
+        "The NT tiles (512,) of R rows, 0 from row N on"
         ok = at < tl.minimum(tl.maximum(N - row, 0), R).to(tl.int32) * D
         t = ()
-        for i in tl.static_range(M * P):
-            t = t + (tl.load(x + row * D + (i // P * MS + i % P * PS) + at, mask=ok, other=0.0),)
+        for i in tl.static_range(NT):
+            t = t + (tl.load(x + row * D + TILES[i] + at, mask=ok, other=0.0),)
         return t
 
     @triton.jit
@@ -680,36 +675,35 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["N"])
     def _hadamard_dot_kernel(x, out, alpha, beta, pre, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
-                             G: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, MS: tl.constexpr, PS: tl.constexpr, K: tl.constexpr,
-                             EXACT: tl.constexpr):
+                             G: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):
         "_hadamard_kernel on tensor cores; a program takes G times R rows"
         row = tl.program_id(0).to(tl.int64) * (R * G)
         at, to, channel = _spread(IN, R, True), _spread(OUT, R, True), _spread(IN, R, False)
         t = ()
         for g in tl.static_range(G):  # all loads first
-            t = t + _load_pieces(x, row + g * R, at, N, D, M, P, R, MS, PS)
+            t = t + _load_pieces(x, row + g * R, at, N, D, M * P, R, TILES)
         n = ()
         for g in tl.static_range(G):
             u = ()
             for i in tl.static_range(M * P):
                 y = t[g * M * P + i]
                 if pre is not None:
-                    y = y.to(tl.float32) * tl.load(pre + (i // P * MS + i % P * PS) + channel).to(tl.float32)
+                    y = y.to(tl.float32) * tl.load(pre + TILES[i] + channel).to(tl.float32)
                 u = u + (y,)
             n = n + _dots(u, None, K, M, P, R, False, EXACT)
         channel = _spread(OUT, R, False)
         for i in tl.static_range(M * P):
             weight = scale
             if alpha is not None:
-                weight = tl.load(alpha + (i // P * MS + i % P * PS) + channel).to(tl.float32) * scale
+                weight = tl.load(alpha + TILES[i] + channel).to(tl.float32) * scale
             if beta is not None:
-                shift = tl.load(beta + (i // P * MS + i % P * PS) + channel).to(tl.float32)
+                shift = tl.load(beta + TILES[i] + channel).to(tl.float32)
             for g in tl.static_range(G):
                 y = n[g * M * P + i] * weight
                 if beta is not None:
                     y = y + shift
                 ok = to < tl.minimum(tl.maximum(N - row - g * R, 0), R).to(tl.int32) * D
-                tl.store(out + (row + g * R) * D + (i // P * MS + i % P * PS) + to, y.to(out.dtype.element_ty), mask=ok)
+                tl.store(out + (row + g * R) * D + TILES[i] + to, y.to(out.dtype.element_ty), mask=ok)
 
     @triton.jit(do_not_specialize=["N"])
     def _hadamard_norm_kernel(x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps, D: tl.constexpr, M: tl.constexpr,
@@ -754,23 +748,19 @@ if triton is not None:
         tl.store(stats + N + row, rstd, mask=row < N)
 
     @triton.jit(do_not_specialize=["N"])
-    def _hadamard_norm_backward_kernel(x, out, stats, dout, dnormed, dresidual, dx, dalpha, dbeta, dweight, dshift, alpha, weight, N,
-                                       scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr,
-                                       W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr,
-                                       RMS: tl.constexpr):
+    def _hadamard_norm_backward_kernel(x, out, stats, dout, dnormed, dresidual, dx, dalpha, dbeta, dweight, dshift, alpha, weight, N, scale,
+                                       D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr,
+                                       R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr, RMS: tl.constexpr):
         """All gradients of the kernel above: dresidual = dout + the norm's gradient, dx = scale * ((alpha * dresidual) @ H), and partial
         sums over this program's rows of the gradients of alpha (dresidual * scale * (x @ H)), beta, weight and shift, each in row
-        program_id(0) of a (G, D). In bf16 with an fp32 residual it moves 18 bytes an element. With a kernel of their own for alpha and beta
-        that would be 22; torch.compile of the formula (_norm_backward_torch) and two transforms move some 34. On an H200 it runs at 0.8 to 1.0
-        of a copy's rate if it mixes heads only, else at 0.6 to 0.8: besides its sums a thread's registers hold few rows."""
+        program_id(0) of a (G, D). In bf16 with an fp32 residual it moves 18 bytes an element (compiled, the formula and two transforms 34). On
+        an H200 it runs at 0.6 to 0.8 of a copy's rate, mixing heads at 0.8 to 1.0: besides its sums a thread's registers hold few rows."""
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         back = _places(M, P, C, CW, W, INNER, V, TURN + 2)
         unit, unit_back = _signs(scale, P, W, INNER, V, TURN), _signs(scale, P, W, INNER, V, TURN + 1)
         live = tl.arange(0, W) < C if CW > C else None
         dw = (tl.zeros((R, W), tl.float32),) * (M * P)
-        db = dw
-        da = dw
-        de = dw
+        db, da, de = dw, dw, dw
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
             row = block * R + tl.arange(0, R).to(tl.int64)
             rows = row[:, None] * D
@@ -779,21 +769,15 @@ if triton is not None:
             rstd = tl.load(stats + N + row, mask=row < N, other=0.0)[:, None]
             xs, ys = _load_tiles(x + rows, at, ok, M * P), _load_tiles(out + rows, to, ok, M * P)  # all loads first, as above
             gs, rs = _load_tiles(dnormed + rows, to, ok, M * P), _load_tiles(dout + rows, to, ok, M * P)
-            nw, nb = (), ()
-            a = tl.zeros((R, W), tl.float32)
-            b = tl.zeros((R, W), tl.float32)
+            nw, nb, a, b = (), (), tl.zeros((R, W), tl.float32), tl.zeros((R, W), tl.float32)
             for i in tl.static_range(M * P):
                 g = gs[i].to(tl.float32)
                 y = (ys[i].to(tl.float32) - mean) * rstd
-                nw = nw + (dw[i] + g * y,)
-                nb = nb + (db[i] + g,)
+                nw, nb = nw + (dw[i] + g * y,), nb + (db[i] + g,)
                 g = g * _load_vector(weight, to[i], live, R, W)
-                a = a + g
-                b = b + g * y
-            dw = nw
-            db = nb
-            a = tl.sum(a, 1)[:, None] / D
-            b = tl.sum(b, 1)[:, None] / D
+                a, b = a + g, b + g * y
+            dw, db = nw, nb
+            a, b = tl.sum(a, 1)[:, None] / D, tl.sum(b, 1)[:, None] / D
             if RMS:
                 a = tl.zeros((R, 1), tl.float32)  # no mean
             u = _transform(xs, R, M, P, W, INNER, V, TURN)
@@ -803,11 +787,9 @@ if triton is not None:
                 g = gs[i].to(tl.float32) * _load_vector(weight, to[i], live, R, W)
                 g = rstd * (g - a - y * b) + rs[i].to(tl.float32)
                 tl.store(dresidual + rows + to[i][None, :], g.to(dresidual.dtype.element_ty), mask=ok)
-                na = na + (da[i] + g * u[i],)
-                ne = ne + (de[i] + g,)
+                na, ne = na + (da[i] + g * u[i],), ne + (de[i] + g,)
                 t = t + (g * _load_vector(alpha, to[i], live, R, W),)
-            da = na
-            de = ne
+            da, de = na, ne
             t = _transform(t, R, M, P, W, INNER, V, TURN + 1)
             for i in tl.static_range(M * P):
                 tl.store(dx + rows + back[i][None, :], (t[i] * unit_back[i % 2]).to(dx.dtype.element_ty), mask=ok)
@@ -820,9 +802,8 @@ if triton is not None:
                 tl.store(dshift + part + to[i], tl.sum(db[i], 0), mask=live)
 
     @triton.jit(do_not_specialize=["N"])
-    def _hadamard_grads_kernel(x, dy, dx, alpha, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
-                               C: tl.constexpr, CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr,
-                               V: tl.constexpr, TURN: tl.constexpr):
+    def _hadamard_grads_kernel(x, dy, dx, alpha, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+                               CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
         """Partial sums over this program's rows of dy * scale * (x @ H) and of dy, in row program_id(0) of dalpha and dbeta, (G, D) fp32.
         Given alpha and dx, also dx = scale * ((alpha * dy) @ H), while dy is at hand: all three gradients at 6 bytes an element in bf16. On
         an H200 that takes 112 us for d = 768 (two kernels: 129), but 446 for 2048 (two: 309). x @ H is recomputed, not saved, as fused
@@ -851,10 +832,8 @@ if triton is not None:
             na, nb = (), ()
             for i in tl.static_range(M * P):
                 g = gs[i].to(tl.float32)
-                na = na + (da[i] + g * t[i],)
-                nb = nb + (db[i] + g,)
-            da = na
-            db = nb
+                na, nb = na + (da[i] + g * t[i],), nb + (db[i] + g,)
+            da, db = na, nb
             if dx is not None:
                 t = ()
                 for i in tl.static_range(M * P):
@@ -869,7 +848,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["N"])
     def _hadamard_dot_grads_kernel(x, dy, dx, alpha, dalpha, dbeta, signs, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
-                                   R: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, MS: tl.constexpr, PS: tl.constexpr, K: tl.constexpr,
+                                   R: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
                                    EXACT: tl.constexpr):
         """All three gradients, as above, on tensor cores, a row (R = 1) at a time. Every program writes the bits of the same matrices to signs,
         (2 M^2 + 2, 256), and reads them back, by then from its cache: registers have no room for them, and making them anew takes longer."""
@@ -882,32 +861,29 @@ if triton is not None:
         db = da
         for r in tl.range(tl.program_id(0), N, tl.num_programs(0), num_stages=1):
             row = r * tl.full((), 1, tl.int64)
-            xs, gs = _load_pieces(x, row, at, N, D, M, P, R, MS, PS), _load_pieces(dy, row, to, N, D, M, P, R, MS, PS)
+            xs, gs = _load_pieces(x, row, at, N, D, M * P, R, TILES), _load_pieces(dy, row, to, N, D, M * P, R, TILES)
             u = _dots(xs, signs, K, M, P, R, False, EXACT)
             na, nb = (), ()
             for i in tl.static_range(M * P):
                 g = gs[i].to(tl.float32)
                 na, nb = na + (da[i] + g * u[i],), nb + (db[i] + g,)
-            da = na
-            db = nb
+            da, db = na, nb
             if P > 2:  # keeps alpha's loads below, as earlier ones make more spill
                 tl.debug_barrier()
             t = ()
             for i in tl.static_range(M * P):
-                weight = tl.load(alpha + (i // P * MS + i % P * PS) + to).to(tl.float32) * scale
+                weight = tl.load(alpha + TILES[i] + to).to(tl.float32) * scale
                 t = t + (gs[i].to(tl.float32) * weight,)
             t = _dots(t, signs, K, M, P, R, True, EXACT)
             for i in tl.static_range(M * P):
-                tl.store(dx + row * D + (i // P * MS + i % P * PS) + at, t[i].to(dx.dtype.element_ty))
+                tl.store(dx + row * D + TILES[i] + at, t[i].to(dx.dtype.element_ty))
         to += tl.program_id(0).to(tl.int64) * D
         for i in tl.static_range(M * P):
-            tl.store(dalpha + (i // P * MS + i % P * PS) + to, da[i] * scale)
-            tl.store(dbeta + (i // P * MS + i % P * PS) + to, db[i])
+            tl.store(dalpha + TILES[i] + to, da[i] * scale)
+            tl.store(dbeta + TILES[i] + to, db[i])
 
 
-# Up to this many rows (an H200 has as many multiprocessors) each row gets a program of its own. A warp then runs half as many instructions
-# as with several rows, judging by the compiled code; not timed.
-_FEW = 132
+_FEW = 132  # up to so many rows (an H200's multiprocessors) each gets a program, half as many instructions for a warp; not timed
 
 TENSOR_CORES = True  # False: butterflies in 16 bits, too, on every card. "bench.py kernels", with --tensor_cores=0 and without, times both
 
@@ -916,8 +892,7 @@ TENSOR_CORES = True  # False: butterflies in 16 bits, too, on every card. "bench
 def _plan(d, n_head, heads_only, bits, kind="forward"):
     """-> (constexprs, num_warps) for the kernels above. None, which means the PyTorch path: without Triton; for m above 28; if neither n_head
     nor d / n_head is a power of two, but for a mix over heads; for one over more than 64 heads, or over heads whose width is no multiple of
-    8; for d above 65536, which would spill. For "backward" and the "norm"s also None where two kernels are better.
-    bits: 16 or 32, of one element.
+    8; for d above 65536, which would spill. For "backward" and the "norm"s also None where two kernels are better. bits: an element's, 16 or 32.
     kind: "forward", "few" (at most _FEW rows), "grads" (of alpha and beta), "backward" (of x as well), "norm", "norm few", "norm backward"."""
     d, n_head = operator.index(d), operator.index(n_head)
     mh, ch = _split_order(n_head)
@@ -927,47 +902,39 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         return None
     if kind == "backward" and (n_head > 48 if heads_only else d > (1024 if bits == 16 else 8192)):
         return None  # two kernels move 8 bytes an element, not 6, but one would spill or is slower
-    if "norm" in kind and (n_head > 28 if heads_only else d > 768):
-        return None  # the same: on an H200, forward and backward, two steps take 0.9 of the time from d = 1024 on
+    if "norm" in kind and (n_head > 28 or d > 128 * n_head if heads_only else d > 768):
+        return None  # the same: more heads spill, wider ones no program holds whole; two steps take 0.9 of an H200's time from d = 1024 on
     if heads_only:
         inner, P, C = 0, ch, d // n_head
-        CW = W = min(C & -C, 128)
-        if CW < C < 128:  # whole heads, of 96 say, in one program: with 32 channels each, three programs read 64 bytes of a head at a time
-            CW = W = 1 << (C - 1).bit_length()
-        each = 4 if M * P <= (12 if kind == "backward" else 16) and CW <= C else 2  # a thread's, of a tile
-        if "norm" in kind:
-            each = 2 if kind == "norm" else 1
-        sums = kind in ("grads", "backward")
-        warps = 2 if sums and M * P <= (24 if kind == "backward" else 32) else 4  # with 2 numbers of 32 tiles it spills
-        if sums and M * P > (16 if kind == "backward" else 32):  # else it would spill and take minutes to compile
-            each = 1
+        # whole heads up to 128, those of 96 padded: with 32 channels each, three programs would read 64 bytes of a head at a time
+        CW = W = min(C & -C, 128) if C > 128 else 1 << (C - 1).bit_length()
+        each, warps = 4 if n_head <= (12 if kind == "backward" else 16) and CW <= C else 2, 4  # each: a thread's numbers of a tile
         if kind == "norm" or "few" in kind:  # more warps would repeat a narrow tile's work
-            warps = max(1, W // (32 * (each if kind == "norm" else 1)))
+            each, warps = 2, max(1, W // (64 if kind == "norm" else 32))
+        elif kind == "norm backward":
+            each = 1
+        elif kind != "forward":  # sums over rows: more would spill, or take minutes to compile
+            each = each if n_head <= (16 if kind == "backward" else 32) else 1
+            warps = 2 if n_head <= (24 if kind == "backward" else 32) else 4
         R = 1 if "few" in kind else max(1, each * 32 * warps // W)
     else:
         A, C = (ch, ci) if mi > 1 else (1, ch * ci)
         inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # a thread's numbers: of a tile, of all
         if "few" in kind and M > 1 and d <= 2560:  # several warps would need up to four barriers for each of M narrow tiles, 47 at d = 768
             warps = 1
-        if kind == "grads":  # a thread has three such sets
-            if d <= 3072 or bits == 16:
-                warps, numbers = 1 if d <= 2048 else 2 if d <= 3072 else 4 if d <= 6144 else warps, 48
-            else:
-                numbers = 32
+        elif kind == "norm" or kind == "forward" and d <= 4096:  # a warp holds whole rows: only shuffles pass between its threads
+            warps, numbers = 1, 48
+        elif kind == "forward" and bits == 16:  # the more a thread holds, the fewer shuffles; above 8192, 128 would spill
+            each, numbers = 8, 128 if d <= 8192 else 64
+        elif kind == "grads":  # a thread has three such sets
+            warps = 1 if d <= 2048 else 2 if d <= 3072 else 4 if d <= 6144 and bits == 16 else warps
+            numbers = 48 if d <= 3072 or bits == 16 else 32
         elif kind == "backward":  # four
             warps, numbers = 1 if d <= 1024 else warps, 48 if bits == 16 else 32
-        elif kind == "norm":  # the old and new residual, too
-            warps, numbers = 1, 48
-        elif kind == "norm backward":  # six sets; with M tiles, M numbers at least, one of each
+        elif kind == "norm backward":  # six; with M tiles, M numbers at least, one of each
             warps, numbers = 1, max(24, M)
-        elif kind == "forward" and (bits == 16 or d <= 4096):
-            if d <= 4096:  # a warp holds whole rows: only shuffles pass between its threads
-                warps, numbers = 1, 48
-            else:
-                each, numbers = 8, 128 if d <= 8192 else 64  # the more a thread holds, the fewer shuffles; above 8192, 128 would spill
-        R = 1 if "few" in kind or warps == 1 and d > 768 else max(1, numbers * 32 * warps // d)
-        R = 1 << (R.bit_length() - 1)
-        R = min(R, max(1, each * 32 * warps // min(64, A * C)))  # 64 numbers or more side by side in memory
+        R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
+        R = min(1 << R.bit_length() - 1, each * 32 * warps // min(64, A * C))  # 64 numbers or more side by side in memory
         W = min(A * C, max(A, each * 32 * warps // R))
         if M == 1 and W == d > 1:  # _inner wants two tiles at least
             W //= 2
@@ -981,7 +948,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
 def _dot_plan(d, n_head, kind="forward"):
     """-> constexprs of the kernels on tensor cores. None unless m is 1, 12 or 20, and a tile's nine bits are found in one row or two, of at
     most 128 numbers a thread. For all gradients at once (kind "backward"), which hold five sets in registers, at most 64 numbers, and m up to
-    12; up to d = 1024 butterflies take one kernel, too, which copies the next rows meanwhile: 112 us for d = 768 on an H200"""
+    12; up to d = 1024 butterflies take one kernel, too, which copies the next rows meanwhile"""
     d, n_head = operator.index(d), operator.index(n_head)
     (mh, ch), (mi, ci) = _split_order(n_head), _split_order(d // n_head)
     m, A, C = max(mh, mi), *((ch, ci) if mi > 1 else (1, ch * ci))  # H_A (x) H_m (x) H_C
@@ -1013,7 +980,8 @@ def _dot_plan(d, n_head, kind="forward"):
         for signs in (H[i // w, j // w] * G[i % w, j % w] < 0).view(-1, 32, 8):
             masks = [sum(1 << lane for lane, s in enumerate(signs[:, e].tolist()) if s) for e in (0, second)]
             K.append(tuple(v - (v >> 31 << 32) for v in masks))  # of 32 bits, signed
-    plan = dict(D=d, M=M, P=1 << len(tiles), R=R, IN=IN, OUT=OUT, MS=MS, PS=tiles[0] if tiles else 0, K=tuple(K))
+    TILES = tuple(m * MS + p * (tiles or [0])[0] for m in range(M) for p in range(1 << len(tiles)))
+    plan = dict(D=d, M=M, P=1 << len(tiles), R=R, IN=IN, OUT=OUT, TILES=TILES, K=tuple(K))
     return plan if kind == "backward" else plan | dict(G=1 << max(1, 3072 // (R * d)).bit_length() - 1)
 
 
@@ -1034,9 +1002,6 @@ def _by_dots(x, n_head, heads_only, kind="forward"):
     return _dot_plan(x.shape[1], n_head, kind) if x.element_size() == 2 and _has_dots(x.device, heads_only) else None
 
 
-# enable_fp_fusion, below: multiply and add in one instruction. Triton 3.9 warns if a launch does not set it; 3.10 is to default to off.
-
-
 def _columns(plan):  # programs along a row: one, except in a mix over heads, where each takes CW of every head's C channels
     return triton.cdiv(plan["C"], plan["CW"])
 
@@ -1049,14 +1014,12 @@ def _row_major(*tensors):
 def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
     (N, d), (x, alpha, beta, pre) = x.shape, _row_major(x, alpha, beta, pre)
     out, plan = torch.empty_like(x), _by_dots(x, n_head, heads_only) if N > _FEW else None
-    with torch.cuda.device_of(x):  # Triton launches on the current device, which need not be the tensor's
-        if plan:
-            _hadamard_dot_kernel[(triton.cdiv(N, plan["R"] * plan["G"]),)](x, out, alpha, beta, pre, N, scale, **plan, EXACT=not x.is_cuda,
-                                                                           num_warps=1, enable_fp_fusion=True)
-        elif N:
-            plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N <= _FEW else "forward")
-            _hadamard_kernel[(triton.cdiv(N, plan["R"]), _columns(plan))](x, out, alpha, beta, pre, N, scale, **plan, num_warps=warps,
-                                                                          enable_fp_fusion=True)
+    if plan:
+        _launch(_hadamard_dot_kernel, (triton.cdiv(N, plan["R"] * plan["G"]),), x, out, alpha, beta, pre, N, scale, **plan,
+                EXACT=not x.is_cuda, num_warps=1)
+    else:
+        plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N <= _FEW else "forward")
+        _launch(_hadamard_kernel, (triton.cdiv(N, plan["R"]), _columns(plan)), x, out, alpha, beta, pre, N, scale, **plan, num_warps=warps)
     return out
 
 
@@ -1064,10 +1027,8 @@ def _norm_triton(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_hea
     (N, d), (x, residual, alpha, beta, weight, shift) = x.shape, _row_major(x, residual, alpha, beta, weight, shift)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "norm few" if N <= _FEW else "norm")
     out, normed, stats = torch.empty_like(residual), torch.empty_like(x), torch.empty(2, N, dtype=torch.float32, device=x.device)
-    if N:
-        with torch.cuda.device_of(x):
-            _hadamard_norm_kernel[(triton.cdiv(N, plan["R"]),)](x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps,
-                                                                **plan, RMS=rms, num_warps=warps, enable_fp_fusion=True)
+    _launch(_hadamard_norm_kernel, (triton.cdiv(N, plan["R"]),), x, residual, out, normed, stats, alpha, beta, weight, shift, N, scale, eps,
+            **plan, RMS=rms, num_warps=warps)
     return out, normed, stats
 
 
@@ -1097,10 +1058,8 @@ def _norm_backward_triton(x, out, stats, dout, dnormed, alpha, weight, has_shift
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "norm backward")
     dresidual, dx, programs = torch.empty_like(out), torch.empty_like(x), _programs(N, plan, warps, x.device, "norm backward")
     partial = torch.empty(4, programs, d, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        _hadamard_norm_backward_kernel[(programs,)](x, out, stats, dout, dnormed, dresidual, dx, *partial[:3],
-                                                    partial[3] if has_shift else None, alpha, weight, N, scale, **plan, RMS=rms,
-                                                    num_warps=warps, enable_fp_fusion=True)
+    _launch(_hadamard_norm_backward_kernel, (programs,), x, out, stats, dout, dnormed, dresidual, dx, *partial[:3],
+            partial[3] if has_shift else None, alpha, weight, N, scale, **plan, RMS=rms, num_warps=warps)
     return dx, dresidual, *(p.sum(0) for p in partial[:3]), partial[3].sum(0) if has_shift else partial.new_empty(0)
 
 
@@ -1112,14 +1071,11 @@ def _grads_triton(x, dy, scale, n_head, heads_only, alpha=None):
     plan, warps = (dots, 1) if dots else _plan(d, n_head, heads_only, x.element_size() * 8, kind)
     programs = _programs(N, plan, warps, x.device, kind)
     partial = torch.empty(2, programs, d, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        if dots:
-            signs = torch.empty(2 * dots["M"] ** 2 + 2, 256, dtype=torch.int16, device=x.device)
-            _hadamard_dot_grads_kernel[(programs,)](x, dy, dx, alpha, *partial, signs, N, scale, **dots, EXACT=not x.is_cuda, num_warps=1,
-                                                    enable_fp_fusion=True)
-        else:
-            _hadamard_grads_kernel[(programs, _columns(plan))](x, dy, dx, alpha, *partial, N, scale, **plan, num_warps=warps,
-                                                               enable_fp_fusion=True)
+    if dots:
+        signs = torch.empty(2 * dots["M"] ** 2 + 2, 256, dtype=torch.int16, device=x.device)
+        _launch(_hadamard_dot_grads_kernel, (programs,), x, dy, dx, alpha, *partial, signs, N, scale, **dots, EXACT=not x.is_cuda, num_warps=1)
+    else:
+        _launch(_hadamard_grads_kernel, (programs, _columns(plan)), x, dy, dx, alpha, *partial, N, scale, **plan, num_warps=warps)
     sums = partial[0].sum(0), partial[1].sum(0)
     return sums if alpha is None else (dx, *sums)
 
@@ -1138,8 +1094,7 @@ def _check_orders(d, n_head, heads_only):  # called inside operators: elsewhere 
 
 
 def _on_triton(x, n_head, heads_only, kind="forward"):
-    return (x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and
-            _plan(x.shape[1], n_head, heads_only, x.element_size() * 8, kind) is not None)
+    return x.is_cuda and x.dtype != torch.float64 and _plan(x.shape[1], n_head, heads_only, x.element_size() * 8, kind) is not None
 
 
 def _empty_sums(x):
@@ -1258,8 +1213,7 @@ def _hadamard_norm(x: torch.Tensor, residual: torch.Tensor, alpha: torch.Tensor,
 
 
 def _norm_on_triton(x, residual, n_head, heads_only):
-    return (residual.dtype != torch.float64 and _on_triton(x, n_head, heads_only) and
-            hadamard_norm_is_fused(x.shape[1], n_head, heads_only))
+    return residual.dtype != torch.float64 and _on_triton(x, n_head, heads_only, "norm")
 
 
 def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only):
@@ -1331,18 +1285,14 @@ _hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
 
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
-    """Whether hadamard_affine_norm is one kernel on a GPU: up to d = 768, above which an H200 was slower so, and for a mix over up to 28 heads
-    whose rows a program can hold. (That was slower, too, at d = 1024 when last timed, but its backward pass launched more programs then.)"""
-    if not all(map(_split_order, (n_head,) if heads_only else (n_head, d // n_head))):
-        return False
-    plan = _plan(d, n_head, heads_only, 16, "norm")
-    return plan is not None and plan[0]["CW"] >= plan[0]["C"]
+    "Whether hadamard_affine_norm is one kernel on a GPU: up to d = 768, and for a mix over up to 28 heads of at most 128"
+    orders = (n_head,) if heads_only else (n_head, d // n_head)
+    return all(map(_split_order, orders)) and _plan(d, n_head, heads_only, 16, "norm") is not None
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):
     """In words, for a log: the path hadamard_affine takes on this device (always PyTorch's for fp64; forward up to 132 rows never on tensor
-    cores); on "cuda" where no GPU is, an H200's.
-    ValueError for sizes that hadamard_affine refuses."""
+    cores); on "cuda" where no GPU is, an H200's. ValueError for sizes that hadamard_affine refuses."""
     if n_head < 1 or d % n_head:
         raise ValueError(f"hadamard_path: d={d} is no multiple of n_head={n_head}")
     _check_orders(d, n_head, heads_only)
@@ -1361,8 +1311,7 @@ def _check_floats(name, **tensors):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: {what} is a {type(t).__name__}, expected a tensor")
         if not t.is_floating_point() or t.dtype.itemsize == 1:
-            raise TypeError(f"{name}: {what} is in {t.dtype}, expected float16, bfloat16, float32 or float64; cast it first, "
-                            "e.g. with .float()")
+            raise TypeError(f"{name}: {what} is in {t.dtype}, expected float16, bfloat16, float32 or float64; cast it first, e.g. with .float()")
 
 
 def _as_rows(name, x, what="x"):
@@ -1379,10 +1328,9 @@ def hadamard_transform(x, scale=1.0):
     x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype. On the Triton path sums are fp32 (on
     tensor cores, 16 binary digits between products). By PyTorch, bf16 rows wider than 192 may be rounded between their two products, too
     (1.4 times the error), and on a GPU fp32 and fp16 take TF32 where torch.set_float32_matmul_precision allows it. Differentiable to any
-    order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it orthogonal. Unlike in that package,
-    d = 768 takes the true H_768, not a cut-off H_1024. For d = 2^k H is the package's, for 12 * 2^k that of its hadamard_transform_12N; its
-    20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Before scaling, x H may reach d times the largest
-    |x|; fp32 and bf16 hold up to 3.4e38. Raises ValueError for an order that does not exist (not on meta), TypeError for another dtype or a
+    order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it orthogonal. For d = 2^k H is that
+    package's, for 12 * 2^k its hadamard_transform_12N's (d = 768 is no cut-off 1024 here); its 20N, 28N and 40N are other matrices: do not swap
+    them for these in a trained model. Raises ValueError for an order that does not exist (not on meta), TypeError for another dtype or a
     scale that wants a gradient, NotImplementedError under forward-mode differentiation.
     """
     _reverse_mode_only("hadamard_transform")
@@ -1432,9 +1380,8 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
     if eps is None:
         raise TypeError("hadamard_affine_norm: eps is None, expected a number (nn.RMSNorm's own None stands for torch.finfo(dtype).eps)")
     if n_head < 1 or d % n_head or residual.shape != x.shape or any(t.shape != (d,) for t in vectors):
-        raise ValueError("hadamard_affine_norm: x (..., d) with d a multiple of n_head, residual of its shape, alpha, beta, weight, "
-                         f"shift (d,); got x {tuple(x.shape)}, residual {tuple(residual.shape)}, n_head {n_head}, "
-                         f"vectors of {[tuple(t.shape) for t in vectors]}")
+        raise ValueError("hadamard_affine_norm: x (..., d) with d a multiple of n_head, residual of its shape, vectors (d,); got "
+                         f"{tuple(x.shape)}, {tuple(residual.shape)}, n_head {n_head}, vectors of {[tuple(t.shape) for t in vectors]}")
     _check_devices("hadamard_affine_norm", x, residual, *vectors)
     scale = (n_head if heads_only else d) ** -0.5
     y, normed, _ = _hadamard_norm(rows, before, alpha, beta, weight, shift, scale, eps, rms, n_head, heads_only)
@@ -1461,10 +1408,9 @@ def _fo_spans(B, T, H):
     """How the CPU cuts time: a list of spans (t, K, L), each K chunks of L steps from step t on, walked side by side.
 
     One call does one step of all K chunks, K * B * H numbers. If B * H is small, a call costs more than its work: then chunks are CPU_CHUNK
-    steps long, and a span takes only that many calls; otherwise, and for the last steps if they make no two chunks, K = 1. The span of a bank
-    (z, f or o) takes up to 1 MB in fp32 (or CPU_CHUNK steps), so that all banks stay in cache (with 2 MB it is 1.1 times slower at H = 1024);
-    if B * H is small 2 MB, as calls of 32,768 or more numbers use several threads (B 16, T 125, H 256: both passes take 0.8 of the time of
-    1 MB in chunks of 16 steps)."""
+    steps long, and a span takes only that many calls; otherwise, and for the last steps if they make no two chunks, K = 1. A span of z (as
+    of f and o) takes up to 1 MB in fp32 (or CPU_CHUNK steps), so that all stay in cache; if B * H is small 2 MB, as only calls of 32,768 or
+    more numbers use several threads."""
     few = B * H <= 2 ** 13
     most = max(1, (2 ** 19 if few else 2 ** 18) // max(1, CPU_CHUNK * B * H)) * CPU_CHUNK  # steps
     spans, t = [], 0
@@ -1477,15 +1423,19 @@ def _fo_spans(B, T, H):
     return spans
 
 
-def _fo_gates_torch(scratch, banks, t, act):
-    """Steps t, t + 1, .. of the three banks into scratch (3, B, n, H), in the state's dtype, activated if act."""
-    for row, bank in zip(scratch, banks):
-        row.copy_(bank[:, t:t + row.size(1)])
+def _fo_scratch(memory, banks, n, t, K, L, act):
+    "-> n tensors (B, K, L, H) of scratch, the first three with z, f, o from step t on, activated if act; c (B, K, L + 1, H)"
+    B, _, H = banks[0].shape
+    size = K * L * B * H
+    rows, c = memory[:n * size].view(n, B, K * L, H), memory[n * size:][:size + K * B * H].view(B, K, L + 1, H)
+    for row, bank in zip(rows, banks):
+        row.copy_(bank[:, t:t + K * L])
     if act:
         # tanh x = 2 sigmoid(2x) - 1 takes 1/4 of torch.tanh's time on an EPYC, 3 times it on a Xeon; absolute error at most 2e-7 in fp32
-        scratch[0].mul_(2)
-        scratch.sigmoid_()
-        torch.add(scratch.new_tensor(-1.0), scratch[0], alpha=2, out=scratch[0])
+        rows[0].mul_(2)
+        rows[:3].sigmoid_()
+        torch.add(rows.new_tensor(-1.0), rows[0], alpha=2, out=rows[0])
+    return *rows.unflatten(2, (K, L)), c
 
 
 def _fo_walk(z, f, c):
@@ -1499,11 +1449,9 @@ def _fo_walk(z, f, c):
 def _fo_forward_torch(z, f, o, c0, act):
     """(h, c_last, edges) by a walk in place over time.
 
-    What counts on a CPU is fresh memory: with a page fault every 4 KB, writing 33 MB never touched before (one bank of B 16, T 512, H 1024
-    in fp32) costs more than activating all three banks again. So each span is worked on in the same scratch, which stays in cache, and only
-    h and the edges are new memory. Scratch has the inputs' layout: gathering each step's rows from B places made the copies, half of the
-    time, twice as slow. Where fp32 tensors of 30 MB and more are common, THP_MEM_ALLOC_ENABLE=1 in the environment (PyTorch's huge pages)
-    helps.
+    What counts on a CPU is fresh memory: with a page fault every 4 KB, writing 33 MB never touched before costs more than activating three
+    times as much. So all spans are worked on in the same scratch, which stays in cache, and only h and the edges are new memory. Scratch
+    has the inputs' layout: gathering each step's rows from B places made the copies, half of the time, twice as slow.
 
     Of K > 1 chunks walked side by side, only the first has a known starting state. So all start from 0: the true state is c + p * (the
     state before the chunk), p the product of the chunk's f so far. The states before chunks are then found one by one.
@@ -1516,10 +1464,7 @@ def _fo_forward_torch(z, f, o, c0, act):
     memory = z.new_empty(4 * most, dtype=state)
     last = z.new_zeros(B, H, dtype=state) if c0 is None else c0.to(state, copy=True, memory_format=torch.contiguous_format)
     for t, K, L in spans:
-        n = K * L * B * H
-        _fo_gates_torch(memory[:3 * n].view(3, B, K * L, H), (z, f, o), t, act)
-        z_, f_, o_ = memory[:3 * n].view(3, B, K, L, H)  # (B, K, L, H) each
-        c = memory[3 * n:][:K * (L + 1) * B * H].view(B, K, L + 1, H)  # c[:, :, j]: the state before step j
+        z_, f_, o_, c = _fo_scratch(memory, (z, f, o), 3, t, K, L, act)  # c[:, :, j]: the state before step j
         start, end = c[:, :, 0], c[:, :, L]  # (B, K, H), the states before and after each chunk
         start.zero_()
         if K == 1:
@@ -1552,10 +1497,7 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
     sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input  # g y (1 - y) in one pass
     tanh_backward = torch.ops.aten.tanh_backward.grad_input  # g (1 - y^2)
     for t, K, L in reversed(spans):
-        n = K * L * B * H
-        _fo_gates_torch(memory[:3 * n].view(3, B, K * L, H), (z, f, o), t, act)
-        z_, f_, o_, dc, w = memory[:5 * n].view(5, B, K, L, H)  # (B, K, L, H) each, w is scratch
-        c = memory[5 * n:][:K * (L + 1) * B * H].view(B, K, L + 1, H)
+        z_, f_, o_, dc, w, c = _fo_scratch(memory, (z, f, o), 5, t, K, L, act)
         m = -(-L // CPU_CHUNK)
         c[:, :, 0] = edges[t // CPU_CHUNK:t // CPU_CHUNK + K * m:m].transpose(0, 1)  # every chunk starts on an edge
         fs = _fo_walk(z_, f_, c)
@@ -1795,65 +1737,51 @@ if triton is not None:
         elif seg == 0:
             tl.store(dc0_ptr + row, e, live)
 
-    FO_WARPS, FO_CHANNELS = 4, 32  # of a program. On an H200 (B 16, T 1024, H 1024, bf16) 8 warps or 64 channels were not clearly faster,
-    # nor, in the backward pass, half as many steps or loads begun earlier
+    FO_WARPS, FO_CHANNELS = 4, 32  # of a program; 8 or 64 were not clearly faster on an H200
 
     def _fo_plan(z, f, o):
         """-> banks with equal strides and channels side by side (copies if need be), grid, steps of a segment, settings.
 
-        With one warp to 32 channels an H200 (November 2026, B 16, T 1024, H 1024 in bf16) took 80 us forward and 125 backward: one warp on
-        each scheduler, waiting for itself. With four that share the channels it takes 46 and 101; the traffic alone, 33 and 57. If B * H is
-        16384 or more, programs walk all of T. Otherwise T is cut into at most 128 segments, up to some 131072 (channel, warp) pairs; a
-        first launch then reads z and f (backward f, o and dh) for the maps of all segments but one, in bf16 up to 4 N (6 N) bytes more.
-        These bounds are by calculation; with them B 1, T 16384, H 1024 took 75 and 126 us.
-        """
+        With one warp to 32 channels an H200 (B 16, T 1024, H 1024 in bf16) took 80 us forward, a warp on each scheduler waiting for itself,
+        with four that share them 46, the traffic alone 33. If B * H is 16384 or more, programs walk all of T. Otherwise T is cut into at most
+        128 segments, up to some 131072 (channel, warp) pairs (by calculation); a first launch then reads z and f (backward f, o and dh) for
+        the maps of all segments but one, in bf16 up to 4 N (6 N) bytes more."""
         B, T, H = z.shape
         if z.stride(2) != 1 or not z.stride() == f.stride() == o.stride():
             z, f, o = z.contiguous(), f.contiguous(), o.contiguous()
         T, S, D = max(T, 1), FO_WARPS, FO_CHANNELS  # no steps are one segment, too: c_last = c0 has to be written
-        segments = 1 if B * H >= 16384 else min(128, triton.cdiv(131072, B * H * S), triton.cdiv(T, 4 * FO_CHUNK))
+        segments = 1 if B * H >= 16384 else min(128, triton.cdiv(131072, max(1, B * H * S)), triton.cdiv(T, 4 * FO_CHUNK))
         length = triton.cdiv(T, segments)
         whole = FO_CHUNK * S if length > FO_CHUNK * S else FO_CHUNK  # a round, all warps having steps
         length = triton.cdiv(length, whole) * whole
         segments = triton.cdiv(T, length)  # rounding length up can leave fewer
         ptx = z.is_cuda and torch.version.hip is None and z.dtype != torch.float64
-        settings = dict(H=H, ST=z.stride(1), SEGMENTED=segments > 1, PTX=ptx, U=FO_CHUNK, S=S, D=D, num_warps=S, enable_fp_fusion=True)
-        return z, f, o, (triton.cdiv(H, D) * B, segments), length, settings
+        return z, f, o, (triton.cdiv(H, D) * B, segments), length, dict(H=H, ST=z.stride(1), PTX=ptx, U=FO_CHUNK, S=S, D=D, num_warps=S)
 
     def _fo_forward_triton(z, f, o, c0, act):
         """_fo_forward_torch on a GPU; on a CPU too, if TRITON_INTERPRET=1 was set before the import."""
         (B, T, H), state = z.shape, torch.promote_types(z.dtype, torch.float32)
-        h = z.new_empty(B, T, H)
-        c_last = z.new_empty(B, H, dtype=state)
+        h, c_last = z.new_empty(B, T, H), z.new_empty(B, H, dtype=state)
         edges = z.new_empty(triton.cdiv(T, FO_CHUNK), B, H, dtype=state)
-        if B * H == 0:
-            return h, c_last, edges
         z, f, o, grid, length, settings = _fo_plan(z, f, o)
-        settings |= dict(ACT=act)
         maps = edges.new_empty(2, grid[1], B, H) if grid[1] > 1 else edges
         c0 = c0 if c0 is None else c0.contiguous()
         args = z, f, o, c0, h, c_last, edges, maps, B, T, z.stride(0), length
-        with torch.cuda.device_of(z):  # Triton launches on the current device, which need not be the tensor's
-            if grid[1] > 1:
-                _fo_forward_kernel[grid](*args, SUMMARY=True, **settings | dict(SEGMENTED=False))
-            _fo_forward_kernel[grid](*args, SUMMARY=False, **settings)
+        for summary in (True, False) if grid[1] > 1 else (False,):
+            _launch(_fo_forward_kernel, grid, *args, ACT=act, SUMMARY=summary, SEGMENTED=grid[1] > 1 and not summary, **settings)
         return h, c_last, edges
 
     def _fo_backward_triton(z, f, o, edges, dh, dc_last, dz, df, do, act):
         """_fo_backward_torch on a GPU, or in the interpreter; dz, df, do share their strides."""
         B, T, H = z.shape
         dc0 = edges.new_empty(B, H)
-        if B * H == 0:
-            return dc0
         z, f, o, grid, length, settings = _fo_plan(z, f, o)
         maps = edges.new_empty(2, grid[1], B, H) if grid[1] > 1 else edges
         dc_last = dc_last if dc_last is None else dc_last.contiguous()
         args = z, f, o, edges, dh.contiguous(), dc_last, dz, df, do, dc0, maps, B, T, z.stride(0), dz.stride(0), length
-        settings |= dict(DT=dz.stride(1), ACT=act)
-        with torch.cuda.device_of(z):
-            if grid[1] > 1:
-                _fo_backward_kernel[grid](*args, SUMMARY=True, **settings | dict(SEGMENTED=False))
-            _fo_backward_kernel[grid](*args, SUMMARY=False, **settings)
+        for summary in (True, False) if grid[1] > 1 else (False,):
+            _launch(_fo_backward_kernel, grid, *args, ACT=act, SUMMARY=summary, SEGMENTED=grid[1] > 1 and not summary, DT=dz.stride(1),
+                    **settings)
         return dc0
 
 
@@ -1891,8 +1819,7 @@ def _fo_backward_op(banks: list[torch.Tensor], edges: torch.Tensor, dh: torch.Te
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in banks]
     dz, df, do = grads[0].chunk(3, dim=-1) if act else grads
     backward = _fo_backward_triton if z.is_cuda and triton is not None else _fo_backward_torch
-    B, _, H = z.shape
-    return grads, backward(z, f, o, edges.view(_fo_edges(z), B, H), dh, dc_last, dz, df, do, act)
+    return grads, backward(z, f, o, edges.view(_fo_edges(z), len(z), z.size(2)), dh, dc_last, dz, df, do, act)
 
 
 def _fo_setup_context(ctx, inputs, output):
@@ -1959,9 +1886,8 @@ def qrnn_pool(gates, c0=None):
 
 # -----------------------------------------------------------------------------
 # Rotary positions backward: from the gradients of q, k, v, in heads, that of the projection they were cut from. torch.compile makes one
-# kernel of the rotation, the transpose and the join, but one whose threads fetch all numbers, even those that are only copied, two bytes at
-# a time: on an H200 (B 32, T 1024, 12 heads of 64, bf16) it takes 390 us, where the traffic alone takes 75. However the rotation was
-# written (by halves, by roll or by pairs), it was no faster.
+# kernel of the rotation, the transpose and the join, however they are written, but one whose threads fetch all numbers, even those only
+# copied, two bytes at a time: on an H200 (B 32, T 1024, 12 heads of 64, bf16) it takes 390 us, where the traffic alone takes 75.
 
 
 def _rope_backward_torch(grads, cos, sin, out):
@@ -2010,12 +1936,10 @@ if triton is not None:
         "_rope_backward_torch on a GPU, or in the interpreter"
         (B, T, _, h, w), angles = out.shape, (cos.contiguous(), sin.contiguous())
         tile = _rope_tile(h, w)
-        with torch.cuda.device_of(out):  # Triton launches on the current device, which need not be the tensor's
-            for i, dx in enumerate(grads if out.numel() else ()):
-                dx = dx if dx.stride(3) == 1 else dx.contiguous()
-                _rope_backward_kernel[triton.cdiv(T, tile["R"]), triton.cdiv(h, tile["U"]), B](
-                    dx, *(angles if i < 2 else (None, None)), out[:, :, i], T, h, *dx.stride()[:3], out.stride(1), **tile, num_warps=4,
-                    enable_fp_fusion=True)
+        for i, dx in enumerate(grads if out.numel() else ()):
+            dx = dx if dx.stride(3) == 1 else dx.contiguous()
+            _launch(_rope_backward_kernel, (triton.cdiv(T, tile["R"]), triton.cdiv(h, tile["U"]), B), dx,
+                    *(angles if i < 2 else (None, None)), out[:, :, i], T, h, *dx.stride()[:3], out.stride(1), **tile, num_warps=4)
 
 
 def _rope_fake(grads, cos, sin):
@@ -2094,12 +2018,10 @@ if triton is not None:
     def _one_query_triton(q, k, v, mask, out):
         "Fills out (B, h, 1, u)"
         (B, h, _, w), u = q.shape, v.shape[3]
-        if B * h:
-            plan, warps = _one_query_plan(B * h, w, u)
-            q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
-            with torch.cuda.device_of(out):  # as above
-                _one_query_kernel[B * h,](q, k, v, None if mask is None else mask.contiguous(), out, k.shape[2], h, w ** -0.5 / math.log(2),
-                                          *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], **plan, num_warps=warps, enable_fp_fusion=True)
+        plan, warps = _one_query_plan(max(1, B * h), w, u)
+        q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+        _launch(_one_query_kernel, (B * h,), q, k, v, None if mask is None else mask.contiguous(), out, k.shape[2], h,
+                w ** -0.5 / math.log(2), *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], **plan, num_warps=warps)
 
 
 def _one_query_fake(q, k, v, mask):
