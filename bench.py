@@ -185,11 +185,7 @@ def fits(what):
     "If the code inside runs out of GPU memory, leave its rows out of the table and go on with all else, later commands too"
     try:
         yield
-    except RuntimeError as e:
-        if isinstance(e.__context__, torch.OutOfMemoryError):  # while recording a CUDA graph, whose end then fails, too
-            e = e.__context__
-        if not isinstance(e, torch.OutOfMemoryError):
-            raise
+    except torch.OutOfMemoryError as e:
         warn(f"note: no rows for {what}: {str(e).splitlines()[0]}")
 
 

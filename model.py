@@ -2,7 +2,7 @@
 The models of three papers. Every variant is a flag; the `if` that reads it stands beside the equation it selects.
 
     GPT     decoder-only transformer; attn_out = dense | hadamard [1] | head_hadamard | identity | none (ours)
-                                      attn     = mha | dva | dva_outer [2]
+                                      attn     = mha | dva | dva_outer [2] | dva_gate
     SHAQ    one attention head over LSTMs or quasi-recurrent nets with a memory; SHAQ_PRESETS holds every ablation   [3]
 
 Between them: what computes attention, dropout and the loss in less time or memory than their definitions take, and sampling. Below them: LAMB,
@@ -51,7 +51,7 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    attn: str = "mha"             # mha | dva | dva_outer [2]; neither dva form has an output projection
+    attn: str = "mha"             # mha | dva | dva_outer [2] | dva_gate (ours, without K_R); no dva form has an output projection
     attn_out: str = "dense"       # dense | hadamard | head_hadamard | identity | none: W_O or its substitute, for mha
     mlp: str = "swiglu"           # swiglu | gelu | none
     pos: str = "rope"             # rope | learned
@@ -66,9 +66,10 @@ class GPTConfig:
 # To add a choice, add its name here and a branch next to the existing ones. For attn_out, the branch goes into Attention.forward before the
 # error, where alpha and beta exist in fp32 (identity casts them). Create other parameters in Attention.__init__ and initialise them in
 # GPT.init_weights (flops_per_token counts no vectors). Make a fixed tensor a buffer, with persistent=False unless it is random, and draw it
-# from a generator of its own, or the other weights change. For attn, search for "mha": any other name is treated as dva, without W_O and with
-# three T x T products. train_gpt.py and bench.py's compare and scaling take any choice; its prefill, decode and train only those in its OUTS.
-CHOICES = dict(attn=["mha", "dva", "dva_outer"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
+# from a generator of its own, or the other weights change. For attn, search for "mha" and "dva_gate": any other name is treated as dva,
+# without W_O and with three T x T products. train_gpt.py and bench.py's compare and scaling take any choice; its prefill, decode and train
+# only those in its OUTS.
+CHOICES = dict(attn=["mha", "dva", "dva_outer", "dva_gate"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])
 
@@ -154,15 +155,15 @@ class Dropout(nn.Dropout):
 
 
 def heads(qkv, table, n_head, d):
-    """qkv (B, T, 3d), for dva (B, T, 5d) -> q, k (B, h, T, d_h), rotated if table is given; v, as wide, or [V, K_R]; q_r or None. On a GPU
-    TurnedHeads has this function's gradient, written out: if you change more than the angles, set turned = False in Attention"""
+    """qkv (B, T, 3d), for dva (B, T, 5d), for dva_gate 4d -> q, k (B, h, T, d_h), rotated if table is given; v, as wide, or [V, K_R]; q_r or
+    None. On a GPU TurnedHeads has this function's gradient, written out: if you change more than the angles, set turned = False in Attention"""
     # Split before cutting into heads: the other way round torch.compile (2.11 to 2.13) failed for a GPU, on the gradient of heads above 256
-    qk, rest = qkv.split((2 * d, qkv.size(2) - 2 * d), 2)                                # Q and K; V, or V, K_R and Q_R
+    qk, rest = qkv.split((2 * d, qkv.size(2) - 2 * d), 2)                                # Q and K; V, or V (K_R) Q_R
     qk = qk.unflatten(2, (2 * n_head, -1))                                               # (B, T, 2h, d_h)
     qk = qk if table is None else rope(qk, *table)
     q, k = qk.transpose(1, 2).split(n_head, 1)                                           # (B, h, T, d_h) each
-    rest = rest.unflatten(2, (-1, n_head, d // n_head)).permute(0, 3, 1, 2, 4)           # (B, h, T, 1 or 3, d_h)
-    v, q_r = (rest, None) if rest.size(3) == 1 else rest.split((2, 1), 3)
+    rest = rest.unflatten(2, (-1, n_head, d // n_head)).permute(0, 3, 1, 2, 4)           # (B, h, T, 1 to 3, d_h)
+    v, q_r = (rest, None) if rest.size(3) == 1 else rest.split((rest.size(3) - 1, 1), 3)
     return q, k, v.flatten(3), None if q_r is None else q_r.squeeze(3)                   # V or [V, K_R], a view for one head
 
 
@@ -176,8 +177,8 @@ class TurnedHeads(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dq, dk, dv, dq_r):
-        parts = [dq, dk, dv] if dq_r is None else [dq, dk, *dv.chunk(2, -1), dq_r]       # (B, h, T, d_h) each
-        return rope_backward(parts, *ctx.saved_tensors), None, None, None                # (B, T, 3d or 5d)
+        parts = [dq, dk, *dv.split(dq.size(-1), -1), *[dq_r] * (dq_r is not None)]       # (B, h, T, d_h) each
+        return rope_backward(parts, *ctx.saved_tensors), None, None, None                # (B, T, 3d to 5d)
 
 
 def extend(seen, new, at):
@@ -205,6 +206,7 @@ class Attention(nn.Module):
                    sum_A S(B, A) (v(A) + q_R(B) * k_R(A)) = S V + Q_R * (S K_R)                one attention with values [V, K_R]
         dva_outer  v_R(B, A) = v(A) r(B, A), r(B, A) = q_R(B)^T k_R(A), a d x d matrix of rank one [2, eq. 3-5], so that
                    v(A) r(B, A) = (v(A) . q_R(B)) k_R(A), and the sum is (S * (Q_R V^T)) K_R   no d x d matrix for any pair
+        dva_gate   dva with k_R(A) = v(A), a control that [2] lacks: the sum is S V + Q_R * (S V), an elementwise gate (1 + Q_R) on S V
 
     Rotary positions turn Q and K only; [2] has learned positions.
     """
@@ -217,7 +219,7 @@ class Attention(nn.Module):
         if self.attn == "mha":
             self.c_attn = nn.Linear(d, 3 * d, bias=config.bias and config.qkv_bias)  # W_Q, W_K, W_V
         else:
-            self.c_attn = nn.Linear(d, 5 * d, bias=False)    # W_Q, W_K, W_V, W_KR, W_QR
+            self.c_attn = nn.Linear(d, (4 if self.attn == "dva_gate" else 5) * d, bias=False)  # W_Q, W_K, W_V, (W_KR,) W_QR
         if self.attn_out == "dense":
             self.c_proj = nn.Linear(d, d, bias=config.bias)  # W_O
         elif self.attn_out != "none":
@@ -235,7 +237,7 @@ class Attention(nn.Module):
         (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's positions in it, a pair (start, stop) or, for one token with a mask
         (1, length), an int64 tensor (1,)."""
         B, T, d = x.shape
-        qkv = self.c_attn(x)                                                             # (B, T, 3d or 5d)
+        qkv = self.c_attn(x)                                                             # (B, T, 3d to 5d)
         turned = (table is not None and qkv.is_cuda and triton is not None and torch.is_grad_enabled()
                   and (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None))  # torch.func takes rope() itself
         q, k, v, q_r = TurnedHeads.apply(qkv, *table, self.n_head) if turned else heads(qkv, table, self.n_head, d)
@@ -250,6 +252,8 @@ class Attention(nn.Module):
         if self.attn == "dva":
             y, y_r = y.chunk(2, -1)
             y = torch.addcmul(y, q_r, y_r)                                               # S V + Q_R * (S K_R)
+        elif self.attn == "dva_gate":
+            y = torch.addcmul(y, q_r, y)                                                 # S V + Q_R * (S V)
         y = y.transpose(1, 2).reshape(B, T, d)                                           # Concat(heads)
         if norm is not None:  # on a GPU, see one_pass: if you change what follows, set that to False
             return hadamard_affine_norm(y, self.alpha, self.beta, residual, norm.weight, getattr(norm, "bias", None), norm.eps,
@@ -424,7 +428,7 @@ class GPT(nn.Module):
         "Empty KV cache, for each layer: k (B, h, length, d_h) and v, as wide, or for dva [V, K_R], twice as wide"
         c, w = self.config, next(self.parameters())
         shape, d_h = (batch, c.n_head, length or c.block_size), c.n_embd // c.n_head
-        return [tuple(torch.zeros(*shape, n, device=w.device, dtype=w.dtype) for n in (d_h, d_h if c.attn == "mha" else 2 * d_h))
+        return [tuple(torch.zeros(*shape, n, device=w.device, dtype=w.dtype) for n in (d_h, d_h if c.attn in ("mha", "dva_gate") else 2 * d_h))
                 for _ in range(c.n_layer)]
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None, use_cache=True, report=None):
@@ -475,13 +479,13 @@ class GPT(nn.Module):
 
     def flops_per_token(self, T=None):
         """Floating-point operations per token, forward and backward: 6 for each weight of a matrix product (the head counts; wte, wpe,
-        vectors and the Hadamard transform's additions do not) and 6 T d for each of attention's T x T products (two; dva: three), as if
+        vectors and the Hadamard transform's additions do not) and 6 T d for each of attention's T x T products (two; with K_R three), as if
         there were no causal mask, as is customary. A fixed matrix that is no Parameter is not counted: add 4 for each of its entries.
         PyTorch's FlopCounterMode finds less: it does not see the T x T products of blocked_attention."""
         c, T = self.config, T or self.config.block_size
         every = self.named_parameters(remove_duplicate=False)  # a tied head, and blocks that share weights
         weights = sum(p.numel() for n, p in every if p.dim() > 1 and not n.startswith(("wte", "wpe")))
-        return 6 * weights + 6 * T * c.n_embd * (2 if c.attn == "mha" else 3) * c.n_layer
+        return 6 * weights + 6 * T * c.n_embd * (2 if c.attn in ("mha", "dva_gate") else 3) * c.n_layer
 
     def angles(self, device=None, dtype=torch.float32):
         return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device, dtype)
@@ -510,17 +514,15 @@ def fold_hadamard(model):
     folded.config = replace(c, attn_out="head_hadamard")
     d_h = c.n_embd // c.n_head
     H = hadamard_matrix(d_h, torch.float64, "cpu") * d_h ** -0.5  # on the CPU, as Apple's GPUs have no fp64
-    done = set()
-    for attn in {block.attn for block in folded.h}:  # once each: blocks may share it, or W_V
+    for attn in (block.attn for block in folded.h):
         attn.attn_out, attn.one_pass = "head_hadamard", hadamard_norm_is_fused(c.n_embd, c.n_head, True)
-        parts = dict(attn.c_attn.named_parameters())
-        if not {"weight"} <= set(parts) <= {"weight", "bias"}:  # weight_norm, LoRA, int8: another W_V than it seems
-            raise ValueError(f"fold_hadamard multiplies c_attn's weight and bias, and one has {sorted(parts)}: turn it into an nn.Linear first")
-        for p in set(parts.values()) - done:  # weight (3d, d) and bias (3d,); the last d rows are V's
-            done.add(p)
-            v = p[2 * c.n_embd:]
-            # rows of a Linear's weight are its outputs: it holds W_V^T, and (W_V H)^T = H W_V^T, as H is symmetric
-            v.copy_((H @ v.cpu().double().view(c.n_head, d_h, -1)).view_as(v))
+        names = set(dict(attn.c_attn.named_parameters()))
+        if not {"weight"} <= names <= {"weight", "bias"}:  # weight_norm, LoRA, int8: another W_V than it seems
+            raise ValueError(f"fold_hadamard multiplies c_attn's weight and bias, and one has {sorted(names)}: turn it into an nn.Linear first")
+    for p in {p for block in folded.h for p in block.attn.c_attn.parameters()}:  # a set, as blocks may share them
+        v = p[2 * c.n_embd:]  # of weight (3d, d) and bias (3d,) the last d rows are V's
+        # rows of a Linear's weight are its outputs: it holds W_V^T, and (W_V H)^T = H W_V^T, as H is symmetric
+        v.copy_((H @ v.cpu().double().view(c.n_head, d_h, -1)).view_as(v))
     return folded
 
 
@@ -711,9 +713,10 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         flash = q_r is None and q.size(-1) == v.size(-1) and not dropout and not torch.is_grad_enabled()
     if new is not None or T > 1 and (T < S or not flash and (q.device.type == "cpu" or T > v.size(-1))):
         _reverse_mode_only("attention")
-        (k_new, v_new), memory = ((k, v), (None, None)) if new is None else (new, (k.detach(), v.detach()))
+        memory = (None, None) if new is None else (k.detach(), v.detach())
+        k, v = new or (k, v)  # the rows that get a gradient
         # autocast's dtype, as PyTorch's operator does
-        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k_new, q_r, v_new, k_r, *memory)]
+        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, q_r, v, k_r, *memory)]
         # Keep P if q k^T is at most twice as large as q, k, v and the output together, counting T = S queries (P, causal, is half of it): on a
         # CPU 1.1 to 1.3 times as fast, both passes. Not when compiled: the list of blocks would fix T in the code. Always in a CUDA graph, as
         # only the GPU's generator draws anew at each replay, and so over a memory on a GPU, where steps must draw the same with and without it
@@ -723,7 +726,6 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         seed = torch.randint(2**40, (), device="cpu") if dropout and not (keep and q.is_cuda) else None
         return blocked_attention(*flat, seed, dropout, keep and torch.is_grad_enabled())[0].unflatten(0, q.shape[:2])
     if flash and T == 1 and q.is_cuda and not dropout and not torch.is_grad_enabled():
-        _reverse_mode_only("attention")
         return one_query_attention(*(t.to(product_dtype(t)) for t in (q, k, v)), mask)
     if flash:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # T > 1 is no bool under torch.compile
@@ -867,17 +869,17 @@ def side_stream(device, step):
 
 
 @contextlib.contextmanager
-def beside(device):
-    """On a GPU, run the body on the stream where captured() records training steps: autograd has to add to a gradient on the stream
-    where it first did"""
+def beside(device, step=True):
+    """On a GPU, run the body on the stream where captured() records, of training steps unless step=False: autograd has to add to a gradient
+    on the stream where it first did"""
     if device.type != "cuda":
         yield
         return
     with torch.cuda.device(device):
-        now, side = torch.cuda.current_stream(), side_stream(torch.cuda.current_device(), True)
+        now, side = torch.cuda.current_stream(), side_stream(torch.cuda.current_device(), step)
         side.wait_stream(now)
         with torch.cuda.stream(side):
-            yield
+            yield side
         now.wait_stream(side)
 
 
@@ -889,18 +891,19 @@ def captured(work, device, keep=(), pool=None):
         return work
     with torch.cuda.device(device):
         # detached: else autograd might take this for a parameter's first use and from then on add up its gradient on this stream, not on side
-        before, side = [t.detach().clone() for t in keep], side_stream(torch.cuda.current_device(), pool is not None)
-        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        before, graph, collects = [t.detach().clone() for t in keep], torch.cuda.CUDAGraph(), gc.isenabled()
         try:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            with beside(device, pool is not None) as side:
                 work()
-            torch.cuda.current_stream().wait_stream(side)
             gc.collect()  # collecting a graph or a Triton kernel while this records would end the recording (pytorch/pytorch, issue 161037)
             gc.disable()
             # records, runs nothing; another thread, such as one that pins a DataLoader's batches, may go on with what it does
             with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
                 work()
+        except RuntimeError as e:
+            if isinstance(e.__context__, torch.OutOfMemoryError):  # then ending the graph failed, too
+                raise e.__context__
+            raise
         finally:
             if collects:
                 gc.enable()
@@ -980,12 +983,10 @@ SHAQ_PRESETS = {                                                        # parame
     "shaq": dict(rnn="qrnn", rnn_residual=True, gates=False, ff="none"),  # 26,452,173                       26M
 }
 all(SHAQConfig(**preset) for preset in SHAQ_PRESETS.values())  # a TypeError names a setting that there is not
-# SHA-RNN's published code has 53,798,093; 24,576 of these are never read and are left out here (qkvs, r_gate, and the norms lnout,
-# lnmid and lnmem of blocks that do not use them).
-# (*) Truncated, not rounded (53.8, 51.7), as in section 5, where SHA-RNN is "53M" (in the tables "54M"). Without W_q they would
-# round to 53M and 51M, but section 4.2 does not drop W_q, and SHAQ reaches 26M only with it.
-# Two heads cost no parameters: with no key or value projections, a head is a slice of the channels. Table 2 has both in
-# block 3 of 3, for the text the second one is in the fourth layer: it still counts the one that was removed.
+# SHA-RNN's published code has 24,576 more, never read (qkvs, r_gate, and lnout, lnmid and lnmem of blocks that do not use these norms).
+# (*) Truncated, not rounded, as in section 5, where SHA-RNN is "53M"; dropping W_q would fit too, but then SHAQ would not reach 26M.
+# A second head costs no parameters: it is a slice of the channels. Table 2 has it in block 3 of 3; the text, which still counts the removed
+# block, in the fourth layer.
 
 
 def last(x, n):
@@ -1657,20 +1658,12 @@ class Replayed:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as e:  # no fallback: the GPU's random generator would no longer draw outside a graph
-                if isinstance(e.__context__, torch.OutOfMemoryError):  # then ending the graph failed, too
-                    raise e.__context__
                 raise RuntimeError(f"a step could not be recorded as a CUDA graph: --compile=0 goes without one. {e}") from e
         replay, batch_here, state_here, figures = self.graphs[key]
         for here, new in zip(tensors((batch_here, state_here)), tensors((batch, state))):
-            if here is not new:
-                here.copy_(new)
+            here.copy_(new)  # nothing, where they are one
         replay()
         return figures, state_here
-
-    def numbers(self):
-        "What the optimizer holds beside tensors"
-        held = [*self.optimizer.param_groups, *self.optimizer.state.values()]
-        return [(k, v) for group in held for k, v in group.items() if isinstance(v, (int, float))]
 
     def record(self, batch, state, kind_of_state):
         device = tensors(batch)[0].device
@@ -1698,9 +1691,11 @@ class Replayed:
         drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         if self.pool is None and device.type == "cuda":
             self.pool = torch.cuda.graph_pool_handle()
-        numbers = self.numbers()
+        numbers = lambda: [(k, v) for held in (*self.optimizer.param_groups, *self.optimizer.state.values())
+                           for k, v in held.items() if isinstance(v, (int, float))]  # what the optimizer holds beside tensors
+        before = numbers()
         replay = captured(work, device, keep + tensors(state), self.pool)
-        if self.numbers() != numbers:
+        if numbers() != before:
             raise RuntimeError(f"{type(self.optimizer).__name__} counts in Python, which no graph does")
         if drawn is not None:
             torch.cuda.set_rng_state(drawn, device)

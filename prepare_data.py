@@ -423,6 +423,17 @@ def diverged(m, path, what):
     die(f"{what}. Start anew, with a lower --lr or more --warmup_steps; {kept}")
 
 
+def stopped(m, path, step, save, say):
+    """End a run that got a signal; called on every rank, as save(step) is, which says whether the file was written."""
+    if not step:  # nothing is learnt: it would only take an earlier run's place
+        kept = f" (the run before it is kept in {path}.old)" * os.path.exists(f"{path}.old")
+        say(f"stopped before the first step, with nothing to save{kept}")
+    elif save(step):
+        say(f"stopped; saved step {step} in {path}; go on with --resume --out_dir={quote(os.path.dirname(path) or '.')}")
+    m.leave()
+    raise SystemExit(130)
+
+
 def git_commit():
     """This checkout's commit, followed by '+' if files differ from it; '' outside a git checkout."""
     try:

@@ -65,15 +65,15 @@ if kernels.triton is not None:  # Triton 3.6's interpreter takes int() of an arr
 
     def launch(self, *args, run=interpreter.InterpretedFunction.run, **how):
         assert how.get("enable_fp_fusion"), "else Triton 3.9 warns once a process, and 3.10 compiles other code than `bench.py code` counts"
-        patched.clear()
+        views.clear()
         return run(self, *args, **how)
 
     def patch(f, patch=interpreter._patch_lang):  # once a launch, which takes it back; Triton does so again at each call inside, a third of the time
-        if f.__globals__["__name__"] not in patched:
-            patched.add(f.__globals__["__name__"])
+        if f.__globals__["__name__"] not in views:
+            views.add(f.__globals__["__name__"])
             return patch(f)
 
-    patched = set()  # the modules whose view of triton.language is the interpreter's now
+    views = set()  # the modules whose view of triton.language is the interpreter's now
     builder = interpreter.interpreter_builder  # else it looks for overflow at each operation, a quarter of the time, and drops what it finds
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter.InterpretedFunction.run, interpreter._patch_lang = launch, patch
@@ -1118,7 +1118,7 @@ def test_gpt_dva_paper_and_nano_counts():
 
 def test_gpt_every_variant_starts_at_ln_vocabulary_and_learns_in_every_parameter():
     idx = torch.randint(0, 97, (3, 17))
-    parts = [("mha", out) for out in CHOICES["attn_out"]] + [("dva", "dense"), ("dva_outer", "dense")]
+    parts = [("mha", out) for out in CHOICES["attn_out"]] + [(attn, "dense") for attn in CHOICES["attn"][1:]]
     for (attn, out), mlp, pos, bias, tie in itertools.product(parts, CHOICES["mlp"], CHOICES["pos"], (False, True), (False, True)):
         norm = CHOICES["norm"][bias ^ tie]  # of norm, bias and tie_weights every pair
         config = dict(NANO, attn=attn, attn_out=out, mlp=mlp, pos=pos, norm=norm, bias=bias, tie_weights=tie, dropout=0.1 * bias)
@@ -1285,6 +1285,7 @@ def test_gpt_flops_per_token_and_breakdown_by_hand():
             == 6 * (2 * (192 + 768) + 80) + 2 * 12 * 3 * 8)
     assert (GPT(GPTConfig(**config, attn="dva", mlp="gelu", pos="learned")).flops_per_token()
             == 6 * (2 * (5 * 64 + 512) + 80) + 2 * 18 * 4 * 8)
+    assert GPT(GPTConfig(**config, attn="dva_gate", mlp="none")).flops_per_token() == 6 * (2 * 4 * 64 + 80) + 2 * 12 * 4 * 8
     shared = GPT(GPTConfig(**config))
     shared.h[1] = shared.h[0]  # fewer parameters, as much work
     assert shared.flops_per_token() == GPT(GPTConfig(**config, tie_weights=False)).flops_per_token()
@@ -1358,7 +1359,7 @@ def test_gpt_fold_hadamard_keeps_dtypes_mode_and_what_was_put_there_later():
 # GPT: attention and generation
 
 
-@pytest.mark.parametrize("attn", ["mha", "dva"])
+@pytest.mark.parametrize("attn", ["mha", "dva", "dva_gate"])
 def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
     m, idx, results = make(double=True, attn=attn), torch.randint(0, 97, (2, 9)), []
     there, T, d, h = copy.deepcopy(m), 9, m.config.n_embd, m.config.n_head
@@ -1370,7 +1371,7 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
             with torch.no_grad():
                 model(x)
     assert all(error(p.grad, q.grad) < 1e-12 for p, q in zip(there.parameters(), m.parameters()))
-    qkv = randn(2, T, (3 if attn == "mha" else 5) * d, grad=True)
+    qkv = randn(2, T, dict(mha=3, dva=5, dva_gate=4)[attn] * d, grad=True)
     turned = lambda qkv: model_py.TurnedHeads.apply(qkv, *table, h)
     compiled = torch.compile(turned, fullgraph=True, backend="aot_eager")
     outs = [f(qkv) for f in (lambda qkv: model_py.heads(qkv, table, h, d), turned, compiled)]
@@ -1545,7 +1546,7 @@ def test_gpt_takes_the_norm_in_one_pass_where_an_h200_was_faster_so():
 def test_gpt_learned_positions_and_dvas_matrices_start_as_all_others_do():
     "GPT-2's normal(0, 0.02); with init=torch embeddings normal(0, 1), matrices uniform up to 1 / sqrt(d)"
     config, d = dict(n_layer=2, n_head=1, n_embd=192, block_size=64, vocab_size=97, mlp="none", pos="learned", tie_weights=False), 192
-    for (attn, n), (init, std) in itertools.product((("mha", 3), ("dva", 5), ("dva_outer", 5)), (("gpt2", 0.02), ("torch", 1))):
+    for (attn, n), (init, std) in itertools.product((("mha", 3), ("dva", 5), ("dva_outer", 5), ("dva_gate", 4)), (("gpt2", 0.02), ("torch", 1))):
         m = GPT(GPTConfig(**config, attn=attn, init=init))
         assert init == "torch" or abs(m.lm_head.weight.std() / 0.02 - 1) < 0.05
         for w in (m.wte.weight, m.wpe.weight, *m.h[1].attn.c_attn.weight.chunk(n)):
@@ -2038,7 +2039,7 @@ def test_loss_is_that_of_the_logits_whatever_the_head():
 
 
 @pytest.mark.parametrize("attn, pos, out", [("mha", "rope", "hadamard"), ("mha", "learned", "dense"), ("dva", "rope", "dense"),
-                                            ("dva_outer", "learned", "dense")])
+                                            ("dva_outer", "learned", "dense"), ("dva_gate", "rope", "dense")])
 def test_gpt_cache_filled_in_pieces(attn, pos, out):
     m, idx = make(double=True, attn=attn, pos=pos, attn_out=out), torch.randint(0, 97, (2, 9))
     cache, parts, start = m.new_cache(2, 9), [], 0
@@ -2225,13 +2226,14 @@ def test_gpt_casts_do_not_round_the_angles():
 # Dynamic Value Attention [2]
 
 
-@pytest.mark.parametrize("attn", ["dva", "dva_outer"])
+@pytest.mark.parametrize("attn", ["dva", "dva_outer", "dva_gate"])
 @pytest.mark.parametrize("n_head", [1, 2])
 def test_dva_is_the_papers_equations_pair_by_pair(attn, n_head):
     B, T, d = 2, 7, 8
     layer = Attention(GPTConfig(n_embd=d, n_head=n_head, attn=attn)).double()
     x, dy = randn(B, T, d, grad=True), randn(B, T, d)
-    W_Q, W_K, W_V, W_KR, W_QR = layer.c_attn.weight.chunk(5)
+    *W, W_QR = layer.c_attn.weight.split(d)
+    W_Q, W_K, W_V, W_KR = W if attn != "dva_gate" else (*W, W[2])                            # the control: k_R(A) = v(A)
     rows = []
     for b in range(B):
         Q, K, V, K_R, Q_R = (x[b] @ W.T for W in (W_Q, W_K, W_V, W_KR, W_QR))                # (T, d)
@@ -3978,7 +3980,7 @@ def test_generation_in_inference_mode_is_the_same_and_what_it_keeps_does_not_har
 
 
 def run_once(work, keep):
-    "What captured() does on a GPU before it records: the tensors in keep come back as they were, and chance"
+    "What captured() and record() do on a GPU before it records: the tensors in keep come back as they were, and chance"
     before = [t.detach().clone() for t in keep]
     with torch.random.fork_rng():
         work()
@@ -4015,7 +4017,10 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
         assert not gc.isenabled() and collected == [1]
         assert (pool, stream) == (shared, side)  # all steps' graphs work in one place, and add to gradients on one stream
         assert capture_error_mode == "thread_local"  # or another thread's calls, those of one that pins memory, would end it
-        yield
+        try:
+            yield
+        except torch.OutOfMemoryError:  # the end of a recording that failed fails, too
+            raise RuntimeError("operation failed due to a previous error during capture")
         recorded.append(it)
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
@@ -4045,6 +4050,9 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
         side.wait_stream.assert_called_once_with(now)  # and each stream waits for the other
         now.wait_stream.assert_called_once_with(side)
         assert was == enabled and streams.pop() == (shared is not None)  # a step's graph, and no other, on the steps' stream
+    for e in (torch.OutOfMemoryError("1 GiB"), RuntimeError("a generator")):  # which is what reaches the caller
+        collected.clear()
+        refuses(lambda: model_py.captured(unittest.mock.Mock(side_effect=[None, e]), GPU, [kept], shared), str(e), kind=type(e))
 
 
 @pytest.mark.parametrize("preset", ["sharnn", "qrnn", "shaq", "mean_mem"])
@@ -4830,18 +4838,11 @@ def test_train_steps_that_cannot_be_recorded_say_why(monkeypatch):
     shaq.wte.weight.requires_grad_(False)
     assert train_shaq.stepper(shaq, LAMB(shaq.parameters()), dict(grad_clip=1.0, compile=False, optimizer="lamb"), m)(ids % 11, None, 0.1)
 
-    def out_of_memory(*a):
-        try:
-            raise torch.OutOfMemoryError("1 GiB")
-        finally:  # as torch.cuda.graph does
-            raise RuntimeError("operation failed due to a previous error during capture")
-
-    for captured, kind, words in ((out_of_memory, torch.OutOfMemoryError, ["1 GiB"]), (
-            unittest.mock.Mock(side_effect=RuntimeError("a generator")), RuntimeError, ["could not be recorded", "--compile=0", "a generator"])):
-        monkeypatch.setattr(model_py, "captured", captured)
+    for e, words in (torch.OutOfMemoryError("1 GiB"), ["1 GiB"]), (RuntimeError("a generator"), ["could not be recorded", "--compile=0", "a generator"]):
+        monkeypatch.setattr(model_py, "captured", unittest.mock.Mock(side_effect=e))
         replayed = model_py.Replayed(lambda batch, state: (torch.zeros(2), None), torch.optim.SGD(model.parameters()), True)
         replayed(ids, None, 0.1)
-        refuses(lambda: replayed(ids, None, 0.1), *words, kind=kind)
+        refuses(lambda: replayed(ids, None, 0.1), *words, kind=type(e))
 
     class Counting(torch.optim.SGD):
         def step(self):
@@ -6586,12 +6587,8 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
      ["small, dense, small, hadamard, small, head_hadamard, small, identity"], 4)])
 def test_bench_goes_on_past_what_does_not_fit(argv, names, rows, tmp_path, capsys, monkeypatch):
     def limited(*args, f, **kw):
-        try:
-            if "small" in str(args) or 64 in args:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried\nto")
-        finally:
-            if 64 in args:  # in recording a CUDA graph
-                raise RuntimeError("operation failed due to a previous error during capture")
+        if "small" in str(args) or 64 in args:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried\nto")
         return f(*args, **kw)
 
     monkeypatch.setitem(SIZES, "nano", SMALL)

@@ -27,7 +27,7 @@ from kernels import hadamard_path, triton
 from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine,
                    param_groups, peak_flops, sample_text, schedule_notes)
 from prepare_data import (Parser, StopSignal, die, diverged, duration, end_progress, flag01, number, one_line, progress, report, run,
-                          shared_dataset, shorten, start_log, unchanged, write_or_warn)
+                          shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; typed flags override them. [1] and [2] are the papers listed in model.py.
@@ -54,8 +54,8 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (default tiny on "
         "CUDA with 20 GB, else nano); gpt2_book and dva_book have other defaults than those below: see SIZES and RECIPES")
     for name, what in dict(
-            attn="multi-head attention, or Dynamic Value Attention, as trained in its paper (there with --n_head=1 --mlp=none) or in its "
-                 "outer form",
+            attn="multi-head attention, or Dynamic Value Attention, as trained in its paper (there with --n_head=1 --mlp=none) in its "
+                 "outer form, or without K_R",
             attn_out="in the place of mha's output projection: that itself, a Hadamard transform (n_embd = m * 2^k with m = 1, 12, 20, 28, "
                      "..), one over heads only (then n_head), a scale and bias alone, or nothing",
             mlp="feed-forward block", pos="how attention knows positions", norm="before each branch and at the end",
@@ -95,9 +95,12 @@ def parse(argv=None, prog="train_gpt.py"):
 def default_size(m):
     """-> (the --size if none is typed, a note if the GPU has too little memory for tiny, whose micro-batches take some 20 GB). On a T4, with
     16 GB and no bf16, tiny's 16 epochs would last four hours at its peak rate"""
-    memory = torch.cuda.get_device_properties(m.device).total_memory if m.device.type == "cuda" else 0
-    why = f"; nano, as tiny's batches take 20 GB and this GPU has {memory / 1e9:.0f}: --size=tiny --micro_batch=4 takes less"
-    return ("tiny", "") if memory > 20e9 else ("nano", why * (memory > 0))
+    if m.device.type != "cuda":
+        return "nano", ""
+    memory = torch.cuda.get_device_properties(m.device).total_memory
+    if memory > 20e9:
+        return "tiny", ""
+    return "nano", f"; nano, as tiny's batches take 20 GB and this GPU has {memory / 1e9:.0f}: --size=tiny --micro_batch=4 takes less"
 
 
 # what may change on --resume
@@ -210,7 +213,7 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread", stop=No
         windows = np.arange(n) * count // n if which == "spread" else np.arange(n)
     else:
         windows = which.permutation(count)[:n]
-    total, began = torch.zeros(2, dtype=torch.float64), time.perf_counter()
+    total, began = torch.zeros((), dtype=torch.float64), time.perf_counter()
     with evaluating(model), m.autocast():
         for i in range(m.rank * micro_batch, n, m.world * micro_batch):
             if stop and stop.at:
@@ -218,10 +221,10 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread", stop=No
             if m.rank == 0:
                 progress(i, n, began, "evaluation", unit="windows", scale=1, after=5)
             x, y = stack(tokens, windows[i:i + micro_batch], T, m.device)
-            total += torch.tensor([model(x, y).item() * len(x), len(x)], dtype=total.dtype)
+            total += model(x, y).item() * len(x)
     end_progress()
     total = m.mean(total.to(m.device) if m.device.type == "cuda" else total)  # NCCL reduces on the GPU; Apple's GPUs have no fp64
-    return (total[0] / total[1]).item()
+    return total.item() * m.world / n
 
 
 # -----------------------------------------------------------------------------
@@ -329,17 +332,6 @@ def main():
                      evaluated=evaluated == step, settings=s, data=data.source, versions=versions)
         return m.all(m.rank > 0 or write_or_warn(path, lambda f: torch.save(state, f)))
 
-    def leave(step):
-        "To be called on every rank, after a signal to any of them"
-        if not step:  # nothing is learnt: it would only take an earlier run's place
-            kept = f" (the run before it is kept in {path}.old)" * os.path.exists(f"{path}.old")
-            say(f"stopped before the first step, with nothing to save{kept}")
-        elif save(step):
-            say(f"stopped; saved step {step} in {path}; go on with --resume"
-                + ("" if s["out_dir"] == "out/gpt" else f" --out_dir={quote(s['out_dir'])}"))
-        m.leave()
-        raise SystemExit(130)
-
     # loop
     stop = StopSignal()
     saved = True
@@ -353,7 +345,7 @@ def main():
         if step != evaluated and (last or step % s["eval_interval"] == 0):
             val = evaluate(model, data.val, s["eval_tokens"], micro, m, s["eval_windows"], stop)
             if not m.all(not stop.at):
-                leave(step)
+                stopped(m, path, step, save, say)
             if not val < 700:  # too much for exp, or nan
                 diverged(m, path, f"step {step}: validation loss {val}")
             bits = val / np.log(2) / data.bytes_per_token
@@ -364,7 +356,7 @@ def main():
                 drawn = np.random.default_rng((s["seed"], step))
                 more["train_loss"] = evaluate(model, data.train, s["eval_tokens"], micro, m, drawn, stop)
                 if not m.all(not stop.at):
-                    leave(step)
+                    stopped(m, path, step, save, say)
                 say(f"step {step}/{s['max_steps']}  training split: {more['train_loss']:.4f} nats per {data.unit}")
             evaluated = step
             log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits, **more)
@@ -398,7 +390,7 @@ def main():
             f"MFU {mfu:.1%}  {duration(left)} left")
         log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, seconds_left=left)
         if stopping:
-            leave(step + 1)
+            stopped(m, path, step + 1, save, say)
         step += 1
         shorten(s, asked, step, pace, say)
 

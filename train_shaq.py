@@ -28,7 +28,7 @@ from kernels import triton
 from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint,
                    lr_at, machine, peak_flops, sample_text, schedule_notes)
 from prepare_data import (Parser, StopSignal, die, diverged, duration, end_progress, flag01, number, one_line, progress, report, run,
-                          shared_dataset, shorten, start_log, unchanged, write_or_warn)
+                          shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. On CUDA the published ones; elsewhere a model that learns something in three minutes on a CPU.
@@ -159,9 +159,8 @@ def eval_streams(tokens, eval_tokens, streams):
 
 def evaluate(model, tokens, eval_tokens, bptt, m, streams=16, stop=None):
     """The published evaluation: loss in nats per token over the split's first eval_tokens, cut into streams (16; 8 of the test split) that are
-    read in order side by side, each from an empty state; state and memory are carried over. (The published code divides by one token per
-    stream too many, which on enwik8's validation split lowers the loss by 3e-6.) A signal in stop, a StopSignal, ends it: the value then means
-    nothing."""
+    read in order side by side, each from an empty state; state and memory are carried over. A signal in stop, a StopSignal, ends it: the value
+    then means nothing."""
     streams, length = eval_streams(tokens, eval_tokens, streams)
     mine = range(m.rank, streams, m.world)  # empty, if there are more processes than streams
     state, nats = None, torch.zeros((), dtype=torch.float32 if m.device.type == "mps" else torch.float64, device=m.device)  # mps has no fp64
@@ -294,23 +293,12 @@ def main():
         f"{', steps as CUDA graphs' * update.on}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
     schedule_notes(s, first, before, say)
 
-    def save(step, where):
+    def save(step, where=path):
         "To be called on every rank: each holds its own streams' state, and all wait until the file is written"
         content = dict(kind="SHAQ", config=c, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, at=at, epoch=epoch,
                        best=best, minutes=minutes, evaluated=evaluated == step, state=each(state, m.gather), settings=s, data=data.source,
                        versions=versions)
         return m.all(m.rank > 0 or write_or_warn(where, lambda f: torch.save(content, f)))
-
-    def leave(step):
-        "To be called on every rank, after a signal to any of them"
-        if not step:  # nothing is learnt: it would only take an earlier run's place
-            kept = f" (the run before it is kept in {path}.old)" * os.path.exists(f"{path}.old")
-            say(f"stopped before the first step, with nothing to save{kept}")
-        elif save(step, path):
-            say(f"stopped; saved step {step} in {path}; go on with --resume"
-                + ("" if s["out_dir"] == "out/shaq" else f" --out_dir={quote(s['out_dir'])}"))
-        m.leave()
-        raise SystemExit(130)
 
     # loop
     stop = StopSignal()
@@ -319,15 +307,14 @@ def main():
     spent, counted = 0.0, 0  # seconds and number of timed steps, evaluation and saving apart
     asked = None if s["paced"] else s["max_steps"]  # None: a resumed run keeps its schedule
     bytes_per_token = data.meta["bytes"]["train"] / len(data.train)
-    # of GPT-2's tokens: bytes per token are the whole split's, and those of War and Peace's first 16,384 to validate on 3.8% fewer
-    about = "about " * (data.tokenizer != "byte" and s["eval_tokens"] < len(data.val) - 1)
+    about = "about " * (data.tokenizer != "byte" and s["eval_tokens"] < len(data.val) - 1)  # as bytes per token are the whole split's
     step = first
     while True:
         last = step >= s["max_steps"]
         if step != evaluated and (last or step % s["eval_interval"] == 0):
             val = evaluate(model, data.val, s["eval_tokens"], s["bptt"], m, stop=stop)
             if not m.all(not stop.at):
-                leave(step)
+                stopped(m, path, step, save, say)
             if not val < 700:  # too much for exp, or nan
                 diverged(m, path, f"step {step}: validation loss {val}")
             bpc = val / math.log(2) / data.bytes_per_token
@@ -340,7 +327,7 @@ def main():
                 best_saved = save(step, best_path)
             if last or step and m.all(time.perf_counter() >= due):
                 began = time.perf_counter()
-                saved = save(step, path)
+                saved = save(step)
                 due = time.perf_counter() + 10 * (time.perf_counter() - began)
             clock = time.perf_counter()
         if last:
@@ -373,7 +360,7 @@ def main():
         if at >= length:  # the next epoch starts without state
             at, epoch, state = 0, epoch + 1, None
         if stopping:
-            leave(step + 1)
+            stopped(m, path, step + 1, save, say)
         step += 1
         shorten(s, asked, step, pace, say)
 
@@ -407,10 +394,10 @@ def main():
         show = best_path if best_there else path
         if saved or best_there:
             say(f"{show}: the model{' at its best validation loss' * best_there} (python model.py --ckpt={quote(show)} --prompt=...); "
-            + f"{path}: at its last step; " * (best_there and saved)
-            + f"{os.path.join(s['out_dir'], 'log.jsonl')}: each step's and evaluation's figures")
-    if not (saved and best_saved) and m.rank == 0:
-        die(f"the last checkpoint could not be written to {best_path if saved else path}")
+                + f"{path}: at its last step; " * (best_there and saved)
+                + f"{os.path.join(s['out_dir'], 'log.jsonl')}: each step's and evaluation's figures")
+        if not (saved and best_saved):
+            die(f"the last checkpoint could not be written to {best_path if saved else path}")
 
 
 if __name__ == "__main__":
