@@ -35,7 +35,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,8 +45,7 @@ import torch.nn.functional as F
 import kernels
 import train_gpt
 import train_shaq
-from kernels import (hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, hadamard_transform,
-                     qrnn_pool)
+from kernels import (hadamard_affine, hadamard_affine_norm, hadamard_norm_is_fused, hadamard_path, hadamard_transform, qrnn_pool)
 from model import (CHOICES, GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, beside, captured, evaluating,
                    inputs_and_targets, load_checkpoint, lr_at, machine, model_of, peak_flops, processor)
 from prepare_data import (Parser, die, encode, end_progress, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
@@ -647,7 +646,8 @@ def bench_compare(args):
     ("rounds", dict(type=number(int, 1), default=7, help="interleaved measurements of each"))))
 def bench_kernels(args):
     """hadamard_affine and hadamard_transform against a dense product, alpha * x + beta and a copy, the first also with the residual and
-    LayerNorm that follow it; fo-pool against an LSTM, a loop, a copy and, on a GPU, fla-core's kernel; attention with one wide head against
+    LayerNorm that follow it, on a GPU the transform alone also against fast-hadamard-transform's, where that is installed; fo-pool against an
+    LSTM, a loop, a copy and, on a GPU, fla-core's kernel; attention with one wide head against
     12. hadamard_affine, by itself and with the norm, and fo-pool are first checked against fp64. On random tensors, in turn from rings larger
     than the cache; ms: median ± half the interquartile range of --rounds samples, interleaved. Share of a copy's rate: the bytes a second of
     those that must move, over a copy's in the same run. One read and one write at its speed would be 1. Backward alone: bytes and median time
@@ -713,14 +713,14 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
     table(args, title + (", by CUDA graphs" + " but for LSTM and loop" * any(k.startswith("loop") for k in forward)) * args.gpu, rows)
 
 
-def check(what, f, exact, inputs, dy):
-    "Die if f's results or gradients are not those of exact, in fp64 on the CPU: a kernel that is wrong would only look fast"
+def check(what, f, inputs, dy):
+    "Die if f has not the results and gradients that it has in fp64 on the CPU, by PyTorch: a kernel that is wrong would only look fast"
     found, programs = [], kernels._programs
     kernels._programs = lambda *how: 2  # of sums over rows, so that each walks several blocks, as it does over all rows
     try:
-        for g, cast in ((f, torch.Tensor.detach), (exact, lambda t: t.detach().cpu().double())):
+        for cast in (torch.Tensor.detach, lambda t: t.detach().cpu().double()):
             leaf = [cast(t).requires_grad_() for t in inputs]
-            y = g(*leaf)
+            y = f(*leaf)
             y = y if isinstance(y, tuple) else (y,)
             found.append([*y, *torch.autograd.grad(y, leaf, [cast(dy)] * len(y))])
     finally:
@@ -731,38 +731,37 @@ def check(what, f, exact, inputs, dy):
             "and Triton")
 
 
+once = cache(warn)  # the same note for each width
+
+
 def affine_rows(args, m, d):
     h = HEADS.get(d, 1)
-
-    def random(*shape, grad=False, dtype=m.dtype):
-        return torch.randn(shape, device=m.device).to(dtype).requires_grad_(grad)
-
+    random = lambda *shape, dtype=m.dtype: torch.randn(shape, device=m.device).to(dtype)
     x, dy, y = (ring(lambda: random(args.rows, d)) for _ in range(3))
-    alpha, beta, weight, shift = (random(d, grad=True, dtype=torch.float32) for _ in range(4))  # as in training, beside 16-bit rows
+    alpha, beta, weight, shift = (random(d, dtype=torch.float32).requires_grad_() for _ in range(4))  # as in training, beside 16-bit rows
     low = [t.detach().to(m.dtype).requires_grad_() for t in (alpha, beta)]
-    W, b = (random(d, d) * d ** -0.5).requires_grad_(), random(d, grad=True)
-    layers = {"dense": (lambda x: F.linear(x, W, b), (W, b)), "identity": (lambda x: torch.addcmul(low[1], x, low[0]), low),
-              "hadamard": (lambda x: hadamard_affine(x, alpha, beta, h), (alpha, beta))}
-    if h > 1:
-        layers["head_hadamard"] = (lambda x: hadamard_affine(x, alpha, beta, h, heads_only=True), (alpha, beta))
-
-    few = [t[:256] for t in (x[0], dy[0], y[0])]
-    for out in [out for out in ("hadamard", "head_hadamard") if out in layers]:
-        only = out != "hadamard"
-        H = [hadamard_matrix(n, torch.float64, "cpu") / n ** 0.5 for n in (h, d // h)]
-        H = torch.kron(H[0], torch.eye(d // h, dtype=torch.float64) if only else H[1])
-        affine = lambda x, alpha, beta: alpha * (x @ H) + beta
-        check(f"{out}, d = {d},", lambda *t: hadamard_affine(*t, h, only), affine, (few[0], alpha, beta), few[1])
-
-        def then_norm(x, alpha, beta, residual, weight, shift):
-            r = residual + affine(x, alpha, beta)
-            return r, F.layer_norm(r, (d,), weight, shift)
-
+    W, b = (random(d, d) * d ** -0.5).requires_grad_(), random(d).requires_grad_()
+    layers = {"dense": (lambda x: F.linear(x, W, b), (W, b)), "identity": (lambda x: torch.addcmul(low[1], x, low[0]), low)}
+    one_pass, few = {}, [t[0][:256] for t in (x, dy, y)]
+    for out, only in [("hadamard", False)] + [("head_hadamard", True)] * (h > 1):
+        layers[out] = lambda x, only=only: hadamard_affine(x, alpha, beta, h, only), (alpha, beta)
+        check(f"{out}, d = {d},", lambda *t: hadamard_affine(*t, h, only), (few[0], alpha, beta), few[1])
+        norm = partial(hadamard_affine_norm, n_head=h, heads_only=only)
         if d >= 8:  # the deviation of fewer numbers may be near 0
-            check(f"{out} with norm, d = {d},", lambda *t: hadamard_affine_norm(*t, n_head=h, heads_only=only), then_norm,
-                  (few[0], alpha, beta, few[2], weight, shift), few[1])
+            check(f"{out} with norm, d = {d},", norm, (few[0], alpha, beta, few[2], weight, shift), few[1])
+        if not args.gpu or hadamard_norm_is_fused(d, h, only):
+            one_pass[f"{out}, by hadamard_affine_norm"] = ((lambda x, r, f=norm: f(x, alpha, beta, r, weight, shift)),
+                                                           (alpha, beta, weight, shift))
     N = args.rows * d  # forward: x read, y written; backward: x and dy read, dx written
     alone = {"transform alone, H_d": (lambda x: hadamard_transform(x, d ** -0.5), (), [x], [dy], (2 * N, 4 * N))}  # backward: without x
+    if args.gpu and kernels._split_order(d)[0] in (1, 12):  # the CUDA package's matrices of other orders have wrong gradients
+        try:
+            from fast_hadamard_transform import fast_hadamard_transform_interface as package
+            theirs = package.hadamard_transform if kernels._split_order(d)[0] == 1 else package.hadamard_transform_12N
+            theirs(few[0], d ** -0.5)
+            alone["fast-hadamard-transform's, H_d"] = lambda x: theirs(x, d ** -0.5), (), [x], [dy], (2 * N, 4 * N)
+        except Exception as e:  # not there, or not for this torch, which shows in many ways
+            once(f"note: no row for fast-hadamard-transform ({e}): pip install fast-hadamard-transform brings it")
     shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
            dict(op="affine", d=d, rows=args.rows, n_head=h, tensor_cores=args.tensor_cores),
            {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()} | alone, "dense", copy=x)
@@ -776,16 +775,10 @@ def affine_rows(args, m, d):
             return r, F.layer_norm(r, (d,), *low)
         return torch.compile(call, dynamic=False) if compiled else call
 
-    def one_pass(only):
-        return lambda x, r: hadamard_affine_norm(x, alpha, beta, r, weight, shift, n_head=h, heads_only=only)
-
-    after = {k: (two_steps(f), (*w, *low)) for k, (f, w) in layers.items()}
-    for k, only in (("hadamard", False), ("head_hadamard", True)):
-        if k in layers and (not args.gpu or hadamard_norm_is_fused(d, h, only)):
-            after[f"{k}, by hadamard_affine_norm"] = one_pass(only), (alpha, beta, weight, shift)
+    after = {k: (two_steps(f), (*w, *low)) for k, (f, w) in layers.items()} | one_pass
     # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
     shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}"
-           + compiled * (", compiled" + " but for hadamard_affine_norm" * (len(after) > len(layers))),
+           + compiled * (", compiled" + " but for hadamard_affine_norm" * bool(one_pass)),
            dict(op="affine_norm", d=d, rows=args.rows, n_head=h, tensor_cores=args.tensor_cores),
            {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=x)
 
@@ -811,7 +804,7 @@ def pool_rows(args, m, B, T, H):
     first_gates, first_dh = ([t[:, :short].contiguous() for t in tensors] for tensors in (gates, dh))
     loop = "loop" if short == T else f"loop, {T / short:g} times {short} steps"
     lstm_layer = "LSTM layer" + (f" (cuDNN, {str(half)[6:]})" if args.gpu else "")
-    check(f"fo-pool, B {B}, T {T}, H {H},", *[lambda g: qrnn_pool(g)[0]] * 2, gates[:1], dh[0])
+    check(f"fo-pool, B {B}, T {T}, H {H},", lambda g: qrnn_pool(g)[0], gates[:1], dh[0])
     floor = 4 * B * T * H, 11 * B * T * H  # three logits read, h written; backward: logits and dh read, three gradients written
     layers = {"fo-pool": (lambda g: qrnn_pool(g)[0], (), [gates], [dh], floor),
               "QRNN layer (product and fo-pool)": (lambda x: qrnn(x)[0], tuple(qrnn.parameters()), [x], [dh], None),
@@ -1490,8 +1483,8 @@ def bench_loss(args):
     for path, ckpt in zip(paths, ckpts):
         c = ckpt["config"]
         if ckpt["data"]["tokenizer"] != data.tokenizer or c["vocab_size"] < data.vocab_size:
-            die(f"{path} reads {c['vocab_size']} {ckpt['data']['tokenizer']} tokens, {data.name} holds {data.vocab_size} {data.tokenizer} tokens: "
-                "take another --ckpt or --dataset")
+            die(f"{path} reads {c['vocab_size']} {ckpt['data']['tokenizer']} tokens, {data.name} holds {data.vocab_size} {data.tokenizer} "
+                "tokens: take another --ckpt or --dataset")
         if args.context >= c.get("block_size", math.inf):
             die(f"--context={args.context}: expected less than the {c['block_size']} tokens that {path} can see")
     for i, (path, ckpt) in enumerate(zip(paths, ckpts)):

@@ -6978,6 +6978,29 @@ def test_bench_kernels_time_the_linear_attention_librarys_recurrence_on_a_gpu(mo
         assert torch.allclose(logits.chunk(3, -1)[2].sigmoid() * f(x, g), kernels.qrnn_pool(logits)[0], atol=1e-6)
 
 
+def test_bench_kernels_time_the_cuda_packages_transform_on_a_gpu(monkeypatch, capsys):
+    def rows(d, gpu=True):
+        bench.affine_rows(SimpleNamespace(gpu=gpu, rows=3, tensor_cores=True), machine("cpu", "float32"), d)
+        (layers, _), given[:] = given, []
+        return [row for k, row in layers.items() if k.startswith(("transform", "fast"))]
+
+    given, package = [], SimpleNamespace(hadamard_transform=hadamard_transform, hadamard_transform_12N=lambda x, scale=1.0: -x)
+    monkeypatch.setattr(bench, "CACHE", 2**12)
+    monkeypatch.setattr(bench, "shares", lambda args, m, title, fields, layers, *rest, **kw: given.append(layers))
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: f)
+    bench.once.cache_clear()
+    for there, notes in ((None, 1), (SimpleNamespace(fast_hadamard_transform_interface=package), 0)):
+        monkeypatch.setitem(sys.modules, "fast_hadamard_transform", there)
+        found = {d: rows(d) for d in (64, 96, 40)}
+        assert [len(r) for r in found.values()] == ([1, 1, 1] if there is None else [2, 2, 1])  # of 20 * 2^k its gradients are wrong
+        assert capsys.readouterr().err.count("note: no row for fast-hadamard-transform (import of") == notes
+    assert len(rows(64, gpu=False)) == 1
+    for d, sign in (64, 1), (96, -1):
+        (f, *ours), (g, *theirs) = found[d]
+        x = ours[1][0][0]
+        assert ours == theirs and torch.equal(g(x), f(x) if sign > 0 else -x)
+
+
 def test_bench_kernels_compile_on_a_gpu_what_training_compiles_there(monkeypatch):
     "Else the one pass would stand beside a sum and a norm apart, which torch.compile makes one kernel"
     made, titles = [], []
