@@ -626,8 +626,8 @@ def shared_dataset(s, m):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sources. Size and digest are those of the unpacked text, so that a mirror may pack it differently. For a book that Gutenberg revises, they
-# only tell whether it is the edition behind our figures. enwik8's SHA-1 is from the Large Text Compression Benchmark
+# Sources. Size and digest are those of the unpacked text (a book's with plain line ends), so that a mirror may pack it differently. For a book
+# that Gutenberg revises, they only tell whether it is the edition behind our figures. enwik8's SHA-1: Large Text Compression Benchmark
 
 @dataclasses.dataclass
 class Source:
@@ -714,6 +714,7 @@ def download(url, part, resume=True):
                         have += len(block)
                         progress(have, total, t0, what, start)
                 if have and total in (None, have):
+                    end_progress()  # where no total is known, nothing else has
                     f.flush()
                     os.fsync(f.fileno())
                     return part

@@ -17,6 +17,7 @@ import json
 import math
 import operator
 import os
+import platform
 import random
 import re
 import runpy
@@ -2672,7 +2673,7 @@ def test_train_learns_logs_samples_and_saves(train, tmp_path, sampled):
     assert sampled(path, "--prompt=\udcff", "--tokens=1").startswith("\ufffd")  # no UTF-8
 
 
-def test_train_takes_tiny_on_a_gpu_that_holds_its_batches(train, monkeypatch):
+def test_train_takes_tiny_on_a_gpu_that_holds_its_batches(train, monkeypatch, tmp_path, data_dir):
     for memory, size, why in ((141e9, "tiny", ""), (21e9, "tiny", ""), (19e9, "nano", "GPU has 19"),
                               (15.8e9, "nano", "20 GB and this GPU has 16: --size=tiny --micro")):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
@@ -2683,6 +2684,11 @@ def test_train_takes_tiny_on_a_gpu_that_holds_its_batches(train, monkeypatch):
     flags = "--n_layer=1", "--n_embd=8", "--n_head=2", "--max_steps=0"
     (_, _, _, (first, *_)), (_, _, _, (typed, *_)) = ended(train(*flags)), ended(train(*flags, "--size=tiny", out="typed"))
     assert "; so;" in first["machine"] and (typed["settings"]["size"], "; so" in typed["machine"]) == ("tiny", False)
+    shutil.copytree(data_dir / "mine", tmp_path / "pysource")
+    there = "--dataset=pysource", f"--data_dir={tmp_path}"
+    said = [train(*flags, *how, out="".join(how)[-4:])[1] for how in (["--size=tiny"], (*there, "--size=tiny"), (*there, "--size=nano"))]
+    said.append(train("--resume", *there, out="tiny")[1])
+    assert ["note: Python's sources are too little" in text for text in said] == [False, True, False, False]
 
 
 @pytest.mark.parametrize("device, size, width", [("cpu", "nano", 256), ("mps", "nano", 256), ("cuda", "tiny", 1024)])
@@ -4196,7 +4202,7 @@ def test_train_shaq_evaluation_by_hand(monkeypatch):
 
 
 def test_train_shaq_on_a_gpu_evaluates_once_an_epoch_and_20_times_or_more(train_shaq_here, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_shaq, "LAPTOP", train_shaq.PAPER)  # as on a GPU: 32 epochs
+    monkeypatch.setitem(train_shaq.SIZES, "laptop", train_shaq.SIZES["paper"])  # as on a GPU: 32 epochs
     monkeypatch.setattr(sys.modules[__name__], "TINY_SHAQ", [f for f in TINY_SHAQ if "eval_interval" not in f])
     monkeypatch.setattr(pd, "Log", lambda path, first, *rest: asked.append(first["settings"]) or sys.exit())
     length, step, windows = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2, itertools.count(), 0
@@ -4642,6 +4648,7 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         for t in load_checkpoint(str(tmp_path / "second/ckpt.pt"))["optimizer"]["state"].values():  # as after a first step
             torch.testing.assert_close(t["exp_avg_sq"], t["exp_avg"] ** 2 / 10, rtol=1e-4, atol=0)
         assert first["settings"]["warmup_steps"] == 1
+        one_line(train_shaq_here(stage2, "--size=paper"), "is of --size=laptop, and stage 2 goes on with its model: drop --size=paper")
         one_line(train_shaq_here(stage2, "--n_layer=3"), "another model")
         for out in ("whole", "whole/../whole"):
             one_line(train_shaq_here(stage2, out=out), "type another --out_dir")
@@ -5674,7 +5681,14 @@ def test_help_says_every_default_that_settle_takes_or_what_decides_it(script, wi
             assert s[name] == (eval(text.replace("^", "**")) if text[0].isdigit() else 2**62 if text == "all" else text), (name, device, text)
             compared.add(name)
     assert said.keys() - compared == {"device", "dtype", "compile"} | unsaid
-    assert script is train_gpt or said["max_steps"].split()[0] == str(train_shaq.PAPER["epochs"])
+    assert script is train_gpt or said["max_steps"].split()[0] == str(train_shaq.SIZES["paper"]["epochs"])
+
+
+def test_train_shaq_size_is_the_typed_or_stored_one_or_the_devices():
+    width = lambda device, typed={}, stored={}: train_shaq.settle(typed, stored, SimpleNamespace(device=torch.device(device)))[1]["n_embd"]
+    small, paper = dict(size="laptop"), dict(size="paper")
+    assert [width("cuda"), width("cpu"), width("cuda", small), width("cpu", paper), width("cuda", {}, small), width("cpu", {}, paper),
+            width("cpu", dict(n_embd=9), paper)] == [1024, 256, 256, 1024, 256, 1024, 9]
 
 
 def test_help_and_readme_name_commands_that_the_scripts_take(tmp_path, monkeypatch, capsys):
@@ -7469,6 +7483,10 @@ def has_bf16():
     return any(known.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
+on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the ratio is that of x86 cores: no other was tried")
+
+
+@on_x86
 @pytest.mark.parametrize("d, dtype, least", [(1024, torch.float32, 8), (2048, torch.float32, 8), (4096, torch.float32, 8),
                                              (1024, torch.bfloat16, 4), (2048, torch.bfloat16, 4), (4096, torch.bfloat16, 4)])
 def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
@@ -7523,6 +7541,7 @@ print(one + 511 / 32 * (some - one), statistics.median(times), min(*shares, shar
 """
 
 
+@on_x86
 def test_fopool_cpu_is_150_times_faster_than_the_autograd_loop():
     """
     Than bench.py's loop, which indexes f[:, t], and so takes time quadratic in T: one over f.unbind(1) takes 3 times the operator's. Its

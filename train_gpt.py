@@ -325,6 +325,8 @@ def main():
     schedule_notes(s, first, ckpt and ckpt["settings"]["max_steps"], say)
     if epochs > 50 and not ckpt:
         say(f"note: {epochs:.0f} epochs of so little text: validation loss will rise again; --max_steps={16 * per_epoch} takes 16")
+    if s["size"] == "tiny" and data.name == "pysource" and not ckpt:
+        say("note: Python's sources are too little text for tiny: take --size=nano, or --dataset=fineweb10B")
 
     def save(step):
         "To be called on every rank: all wait until the file is written"

@@ -31,11 +31,12 @@ from prepare_data import (Parser, StopSignal, die, diverged, duration, end_progr
                           shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
-# Settings. On CUDA the published ones; elsewhere a model that learns something in three minutes on a CPU.
+# Settings: the published ones, by default on CUDA, or a model that learns something in three minutes on a CPU
 
-PAPER = dict(n_embd=1024, batch=16, bptt=1024, lr=2e-3, warmup_steps=800, epochs=32, mem_len=5000, dropout=0.1, schedule="constant")
-LAPTOP = dict(n_embd=256, batch=16, bptt=128, lr=8e-3, warmup_steps=50, max_steps=1000, max_minutes=3.0, mem_len=512, dropout=0.0,
-              schedule="cosine", eval_interval=250, eval_tokens=2**17)
+SIZES = {
+    "paper": dict(n_embd=1024, batch=16, bptt=1024, lr=2e-3, warmup_steps=800, epochs=32, mem_len=5000, dropout=0.1, schedule="constant"),
+    "laptop": dict(n_embd=256, batch=16, bptt=128, lr=8e-3, warmup_steps=50, max_steps=1000, max_minutes=3.0, mem_len=512, dropout=0.0,
+                   schedule="cosine", eval_interval=250, eval_tokens=2**17)}
 
 
 def blocks(text):
@@ -50,6 +51,8 @@ def parse(argv=None, prog="train_shaq.py"):
     parser = Parser(prog=prog, description=__doc__, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
     add("--preset", choices=SHAQ_PRESETS, help="which of the paper's models (default shaq)")
+    add("--size", choices=SIZES, help="the published settings, or a model that learns something in three minutes on a CPU; below, CUDA's "
+                                       "defaults are those of paper (default paper on CUDA, else laptop)")
     add("--rnn", choices=["lstm", "qrnn"], help="instead of the preset's, as all down to --n_head")
     add("--ff", choices=["boom", "ffn", "none"], help="feed-forward part of a block")
     add("--memory", choices=["full", "mean", "none"], help="what attention sees of earlier windows")
@@ -100,7 +103,8 @@ def settle(typed, stored, m):
     unchanged(typed, stored, FREE)
     s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
-             compile=m.device.type == "cuda" and triton is not None) | (PAPER if m.device.type == "cuda" else LAPTOP)
+             size="paper" if m.device.type == "cuda" else "laptop", compile=m.device.type == "cuda" and triton is not None)
+    s |= SIZES[(s | stored | typed)["size"]]
     s |= SHAQ_PRESETS[(s | stored | typed)["preset"]] | stored | typed
     s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # max_steps is settled: --resume ignores max_minutes
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
@@ -222,8 +226,9 @@ def main():
     # set-up: settings, data
     stored = ckpt["settings"] | ckpt["config"] if ckpt else {}
     if stage2:
-        if typed.get("preset", stored["preset"]) != stored["preset"]:
-            die(f"{stage2} is of --preset={stored['preset']}, and stage 2 goes on with its model: drop --preset={typed['preset']}")
+        for k in ("preset", "size"):
+            if typed.get(k, stored.get(k)) != stored.get(k):
+                die(f"{stage2} is of --{k}={stored.get(k)}, and stage 2 goes on with its model: drop --{k}={typed[k]}")
         # the warm-up stays as it was
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
         stored = {k: v for k, v in stored.items() if k not in {"min_lr", "eval_interval", *typed}}  # a new run: any flag may be typed
