@@ -54,8 +54,8 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--size", choices=SIZES, help="preset of n_layer, n_head, n_embd, block_size and the recipe (default tiny on "
         "CUDA with 20 GB, else nano); gpt2_book and dva_book have other defaults than those below: see SIZES and RECIPES")
     for name, what in dict(
-            attn="multi-head attention, or Dynamic Value Attention, as trained in its paper (there with --n_head=1 --mlp=none) in its "
-                 "outer form, or without K_R",
+            attn="multi-head attention, or Dynamic Value Attention, as trained in its paper (there with --n_head=1 --mlp=none), in its "
+                 "outer form or, a control, without K_R",
             attn_out="in the place of mha's output projection: that itself, a Hadamard transform (n_embd = m * 2^k with m = 1, 12, 20, 28, "
                      "..), one over heads only (then n_head), a scale and bias alone, or nothing",
             mlp="feed-forward block", pos="how attention knows positions", norm="before each branch and at the end",
