@@ -45,7 +45,8 @@ import torch.nn.functional as F
 import kernels
 import train_gpt
 import train_shaq
-from kernels import (hadamard_affine, hadamard_affine_norm, hadamard_norm_is_fused, hadamard_path, hadamard_transform, qrnn_pool)
+from kernels import (hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, hadamard_transform,
+                     qrnn_pool)
 from model import (CHOICES, GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, beside, captured, evaluating,
                    inputs_and_targets, load_checkpoint, lr_at, machine, model_of, peak_flops, processor)
 from prepare_data import (Parser, die, encode, end_progress, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
@@ -490,8 +491,9 @@ class Trainer:
 
 @torch.no_grad()
 def share(model, given):
-    """Copy from given {name: tensor} each parameter of the same name and shape and, of c_attn (W_Q W_K W_V in mha, two more in dva), the rows
-    that both have. The initial scale of a branch's last layer depends on n_layer: it is copied only if both have as many."""
+    """Copy from given {name: tensor} each parameter of the same name and shape and, of c_attn (W_Q W_K W_V in mha, then W_KR and W_QR in dva,
+    W_QR alone in dva_gate), the rows that both have. The initial scale of a branch's last layer depends on n_layer: it is copied only if both
+    have as many."""
     own = dict(model.named_parameters())
     theirs, ours = ({n for n in names if n.startswith("h.") and n.endswith("ln_1.weight")} for names in (given, own))
     branch_ends = () if ours == theirs else ("c_proj.weight", "alpha")
@@ -646,12 +648,12 @@ def bench_compare(args):
     ("rounds", dict(type=number(int, 1), default=7, help="interleaved measurements of each"))))
 def bench_kernels(args):
     """hadamard_affine and hadamard_transform against a dense product, alpha * x + beta and a copy, the first also with the residual and
-    LayerNorm that follow it, on a GPU the transform alone also against fast-hadamard-transform's, where that is installed; fo-pool against an
-    LSTM, a loop, a copy and, on a GPU, fla-core's kernel; attention with one wide head against
-    12. hadamard_affine, by itself and with the norm, and fo-pool are first checked against fp64. On random tensors, in turn from rings larger
-    than the cache; ms: median ± half the interquartile range of --rounds samples, interleaved. Share of a copy's rate: the bytes a second of
-    those that must move, over a copy's in the same run. One read and one write at its speed would be 1. Backward alone: bytes and median time
-    of both passes, less those of forward."""
+    LayerNorm that follow it, the second, on a GPU, against fast-hadamard-transform's where that is installed; fo-pool against an LSTM, a loop,
+    a copy and, on a GPU, fla-core's kernel; attention with one wide head against 12. hadamard_affine is first checked against its formula in
+    fp64, on a GPU the kernels of norm and fo-pool against PyTorch's path in fp64. On random tensors, in turn from rings larger than the cache;
+    ms: median ± half the interquartile range of --rounds samples, interleaved. Share of a copy's rate: the bytes a second of those that must
+    move, over a copy's in the same run. One read and one write at its speed would be 1. Backward alone: bytes and median time of both passes,
+    less those of forward."""
     m = start(args)
     kernels.TENSOR_CORES = args.tensor_cores
     for d in args.widths:
@@ -713,14 +715,15 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
     table(args, title + (", by CUDA graphs" + " but for LSTM and loop" * any(k.startswith("loop") for k in forward)) * args.gpu, rows)
 
 
-def check(what, f, inputs, dy):
-    "Die if f has not the results and gradients that it has in fp64 on the CPU, by PyTorch: a kernel that is wrong would only look fast"
+def check(what, f, inputs, dy, exact=None):
+    """Die if f has not the results and gradients that exact has in fp64 on the CPU, or f has there itself, by PyTorch: a kernel that is wrong
+    would only look fast"""
     found, programs = [], kernels._programs
     kernels._programs = lambda *how: 2  # of sums over rows, so that each walks several blocks, as it does over all rows
     try:
-        for cast in (torch.Tensor.detach, lambda t: t.detach().cpu().double()):
+        for g, cast in ((f, torch.Tensor.detach), (exact or f, lambda t: t.detach().cpu().double())):
             leaf = [cast(t).requires_grad_() for t in inputs]
-            y = f(*leaf)
+            y = g(*leaf)
             y = y if isinstance(y, tuple) else (y,)
             found.append([*y, *torch.autograd.grad(y, leaf, [cast(dy)] * len(y))])
     finally:
@@ -745,7 +748,9 @@ def affine_rows(args, m, d):
     one_pass, few = {}, [t[0][:256] for t in (x, dy, y)]
     for out, only in [("hadamard", False)] + [("head_hadamard", True)] * (h > 1):
         layers[out] = lambda x, only=only: hadamard_affine(x, alpha, beta, h, only), (alpha, beta)
-        check(f"{out}, d = {d},", lambda *t: hadamard_affine(*t, h, only), (few[0], alpha, beta), few[1])
+        H = [hadamard_matrix(n, torch.float64, "cpu") / n ** 0.5 for n in (h, d // h)]
+        H = torch.kron(H[0], torch.eye(d // h, dtype=torch.float64) if only else H[1])
+        check(f"{out}, d = {d},", lambda *t: hadamard_affine(*t, h, only), (few[0], alpha, beta), few[1], lambda x, a, b: a * (x @ H) + b)
         norm = partial(hadamard_affine_norm, n_head=h, heads_only=only)
         if d >= 8:  # the deviation of fewer numbers may be near 0
             check(f"{out} with norm, d = {d},", norm, (few[0], alpha, beta, few[2], weight, shift), few[1])
@@ -758,10 +763,13 @@ def affine_rows(args, m, d):
         try:
             from fast_hadamard_transform import fast_hadamard_transform_interface as package
             theirs = package.hadamard_transform if kernels._split_order(d)[0] == 1 else package.hadamard_transform_12N
-            theirs(few[0], d ** -0.5)
+            off = (theirs(few[0], d ** -0.5) - hadamard_transform(few[0], d ** -0.5)).abs().max()
+            if not off < 0.1:
+                raise ValueError(f"its result is off by {off:.2g}")
             alone["fast-hadamard-transform's, H_d"] = lambda x: theirs(x, d ** -0.5), (), [x], [dy], (2 * N, 4 * N)
         except Exception as e:  # not there, or not for this torch, which shows in many ways
-            once(f"note: no row for fast-hadamard-transform ({e}): pip install fast-hadamard-transform brings it")
+            brings = ": pip install fast-hadamard-transform brings it" * isinstance(e, ModuleNotFoundError)
+            once(f"note: no row for fast-hadamard-transform ({' '.join(str(e).split())}){brings}")
     shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
            dict(op="affine", d=d, rows=args.rows, n_head=h, tensor_cores=args.tensor_cores),
            {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()} | alone, "dense", copy=x)
@@ -1697,7 +1705,8 @@ def read_logs(paths):
             curve = [(t, r["step"], r["bits_per_byte"]) for t, r in zip(minutes, lines) if "bits_per_byte" in r]
             curve[0]  # IndexError, a LookupError
             name = c.get("preset") or config["attn_out" if config.get("attn", "mha") == "mha" else "attn"]
-            made = {k: v for k, v in (c | config).items() if k not in NO_OTHER_MODEL}
+            hidden = NO_OTHER_MODEL | {"size"} if "preset" in c else NO_OTHER_MODEL  # SHAQ's older logs name no size
+            made = {k: v for k, v in (c | config).items() if k not in hidden}
             machines = [re.sub(", as products in bfloat16 are .* times as fast", "", r["machine"])  # measured anew in each run
                         for r in (first, *lines) if "machine" in r]                           # one more where a run was resumed
             rows.append(dict(name=name, made=made, hardware=", then ".join(dict.fromkeys(machines)), run="", curve=curve))

@@ -903,7 +903,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     if kind == "backward" and (n_head > 48 if heads_only else d > (1024 if bits == 16 else 8192)):
         return None  # two kernels move 8 bytes an element, not 6, but one would spill or is slower
     if "norm" in kind and (n_head > 28 or d > 128 * n_head if heads_only else d > 768):
-        return None  # the same: more heads spill, wider ones no program holds whole; two steps take 0.9 of an H200's time from d = 1024 on
+        return None  # the same: more heads spill, wider ones no program holds whole; from d = 1024 on an H200 is faster in two
     if heads_only:
         inner, P, C = 0, ch, d // n_head
         # whole heads up to 128, those of 96 padded: with 32 channels each, three programs would read 64 bytes of a head at a time
@@ -1328,7 +1328,8 @@ def hadamard_transform(x, scale=1.0):
     x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype. On the Triton path sums are fp32 (on
     tensor cores, 16 binary digits between products). By PyTorch, bf16 rows wider than 192 may be rounded between their two products, too
     (1.4 times the error), and on a GPU fp32 and fp16 take TF32 where torch.set_float32_matmul_precision allows it. Differentiable to any
-    order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it orthogonal. For d = 2^k H is that
+    order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it orthogonal (x H
+    may reach d times the largest |x|, and fp16 holds up to 65504). For d = 2^k H is that
     package's, for 12 * 2^k its hadamard_transform_12N's (d = 768 is no cut-off 1024 here); its 20N, 28N and 40N are other matrices: do not swap
     them for these in a trained model. Raises ValueError for an order that does not exist (not on meta), TypeError for another dtype or a
     scale that wants a gradient, NotImplementedError under forward-mode differentiation.

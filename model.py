@@ -57,7 +57,7 @@ class GPTConfig:
     pos: str = "rope"             # rope | learned
     norm: str = "layernorm"       # layernorm | rmsnorm
     bias: bool = True             # in LayerNorm and in linear layers, but for the head
-    qkv_bias: bool = True         # in W_Q, W_K, W_V, if bias; dva's five matrices have none
+    qkv_bias: bool = True         # in W_Q, W_K, W_V, if bias; dva's matrices have none
     dropout: float = 0.0          # on the embedding sum, the attention weights and each branch's output
     tie_weights: bool = True      # the head is the token embedding
     init: str = "gpt2"            # gpt2 | torch: PyTorch's own defaults, embeddings N(0, 1), as in the book that [2] follows
@@ -892,6 +892,7 @@ def captured(work, device, keep=(), pool=None):
     with torch.cuda.device(device):
         # detached: else autograd might take this for a parameter's first use and from then on add up its gradient on this stream, not on side
         before, graph, collects = [t.detach().clone() for t in keep], torch.cuda.CUDAGraph(), gc.isenabled()
+        handled = sys.exc_info()[1]
         try:
             with beside(device, pool is not None) as side:
                 work()
@@ -901,7 +902,7 @@ def captured(work, device, keep=(), pool=None):
             with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as e:
-            if isinstance(e.__context__, torch.OutOfMemoryError):  # then ending the graph failed, too
+            if isinstance(e.__context__, torch.OutOfMemoryError) and e.__context__ is not handled:  # then ending the graph failed, too
                 raise e.__context__
             raise
         finally:

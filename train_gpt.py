@@ -311,7 +311,7 @@ def main():
     say(f"{s['size']}, {c['attn']}{out}: {model.num_params():,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
     other = [f"--{k}={v}" for k, v in (("n_head", 1), ("mlp", "none")) if k not in typed and c[k] != v]
-    if c["attn"] != "mha" and other and not ckpt:
+    if c["attn"] in ("dva", "dva_outer") and other and not ckpt:
         say(f"note: in its paper DVA has one head and no feed-forward block; for that add {' '.join(other)}")
     shares = f"{m.world} processes x " if m.world > 1 else ""
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {per_epoch:,} steps an epoch; "

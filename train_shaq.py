@@ -51,8 +51,8 @@ def parse(argv=None, prog="train_shaq.py"):
     parser = Parser(prog=prog, description=__doc__, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
     add("--preset", choices=SHAQ_PRESETS, help="which of the paper's models (default shaq)")
-    add("--size", choices=SIZES, help="the published settings, or a model that learns something in three minutes on a CPU; below, CUDA's "
-                                       "defaults are those of paper (default paper on CUDA, else laptop)")
+    add("--size", choices=SIZES, help="the published settings, or a model that learns something in three minutes on a CPU; below, defaults "
+                                      "on CUDA are those of paper, but for --compile's (default paper on CUDA, else laptop)")
     add("--rnn", choices=["lstm", "qrnn"], help="instead of the preset's, as all down to --n_head")
     add("--ff", choices=["boom", "ffn", "none"], help="feed-forward part of a block")
     add("--memory", choices=["full", "mean", "none"], help="what attention sees of earlier windows")
@@ -99,7 +99,7 @@ FREE = {"data_dir", "out_dir", "eval_interval", "device", "dtype", "compile", "m
 
 
 def settle(typed, stored, m):
-    "Defaults, overridden by the preset, the checkpoint, then typed flags -> settings, model settings"
+    "Defaults, overridden by the size's, the preset's, the checkpoint, then typed flags -> settings, model settings"
     unchanged(typed, stored, FREE)
     s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
@@ -225,10 +225,12 @@ def main():
 
     # set-up: settings, data
     stored = ckpt["settings"] | ckpt["config"] if ckpt else {}
+    if ckpt:  # older ones name no size; of the two only paper has epochs
+        stored.setdefault("size", "paper" if "epochs" in stored else "laptop")
     if stage2:
         for k in ("preset", "size"):
-            if typed.get(k, stored.get(k)) != stored.get(k):
-                die(f"{stage2} is of --{k}={stored.get(k)}, and stage 2 goes on with its model: drop --{k}={typed[k]}")
+            if typed.get(k, stored[k]) != stored[k]:
+                die(f"{stage2} is of --{k}={stored[k]}, and stage 2 goes on with its model: drop --{k}={typed[k]}")
         # the warm-up stays as it was
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
         stored = {k: v for k, v in stored.items() if k not in {"min_lr", "eval_interval", *typed}}  # a new run: any flag may be typed
