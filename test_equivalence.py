@@ -6788,7 +6788,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
     assert "python bench.py eval --ckpt=" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.parse("kernels", ["--help"], False)
-    assert "\nLayerNorm that follow it; fo-pool against an LSTM," in capsys.readouterr().out  # its docstring, without the source's indentation
+    assert "\nLayerNorm that follow it, the second, on a GPU, against" in capsys.readouterr().out  # its docstring, without the source's indentation
 
 
 def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
