@@ -115,6 +115,7 @@ def parse(what, argv, gpu):
                             help="where to measure (auto: cuda where that is, else cpu)")
         parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
                             help="auto: bfloat16 where that is faster (code: anyway)")
+        parser.add_argument("--untried", type=flag01, default=False, help="1: also the kernels that no GPU has run yet, see kernels.UNTRIED")
     return parser.parse_args(argv)
 
 
@@ -127,8 +128,8 @@ def start(args):
     torch.use_deterministic_algorithms(False)  # an earlier compare may have left it on
     torch.backends.cuda.enable_cudnn_sdp(args.what not in ("decode", "eval"))  # it plans for 0.1 s or more at each new number of keys
     args.run = time.strftime(f"%Y-%m-%d %H:%M:%S, process {os.getpid()}, command {next(BEGUN)}")
-    args.gpu = m.device.type == "cuda"
-    args.hardware, args.git = hardware(m), git_commit()
+    args.gpu, kernels.UNTRIED = m.device.type == "cuda", args.untried
+    args.hardware, args.git = hardware(m) + ", untried kernels" * args.untried, git_commit()
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     open(args.out, "ab").close()  # if it cannot be written, fail now, not after the first run
     return m
@@ -644,7 +645,6 @@ def bench_compare(args):
     ("rows", dict(type=number(int, 1), default=65536 if gpu else 4096, help="rows of d numbers")),
     ("pool", dict(type=names, default="16x1024x1024,1x16384x1024" if gpu else "16x128x256", help="fo-pool's shapes, BxTxH")),
     ("heads", dict(type=names, default="2x256x768,16x1024x768" if gpu else "2x256x192", help="one wide head's shapes, BxTxd")),
-    ("tensor_cores", dict(type=flag01, default=True, help="0: the transform by butterflies also where there is a kernel on tensor cores")),
     ("rounds", dict(type=number(int, 1), default=7, help="interleaved measurements of each"))))
 def bench_kernels(args):
     """hadamard_affine and hadamard_transform against a dense product, alpha * x + beta and a copy, the first also with the residual and
@@ -655,7 +655,6 @@ def bench_kernels(args):
     move, over a copy's in the same run. One read and one write at its speed would be 1. Backward alone: bytes and median time of both passes,
     less those of forward."""
     m = start(args)
-    kernels.TENSOR_CORES = args.tensor_cores
     for d in args.widths:
         with one_line():
             kernels._check_order(d)
@@ -771,7 +770,7 @@ def affine_rows(args, m, d):
             brings = ": pip install fast-hadamard-transform brings it" * isinstance(e, ModuleNotFoundError)
             once(f"note: no row for fast-hadamard-transform ({' '.join(str(e).split())}){brings}")
     shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
-           dict(op="affine", d=d, rows=args.rows, n_head=h, tensor_cores=args.tensor_cores),
+           dict(op="affine", d=d, rows=args.rows, n_head=h),
            {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()} | alone, "dense", copy=x)
     compiled = args.gpu and kernels.triton is not None  # as train's steps are: sum and norm are one kernel then
     if compiled:
@@ -787,7 +786,7 @@ def affine_rows(args, m, d):
     # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
     shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}"
            + compiled * (", compiled" + " but for hadamard_affine_norm" * bool(one_pass)),
-           dict(op="affine_norm", d=d, rows=args.rows, n_head=h, tensor_cores=args.tensor_cores),
+           dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
            {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=x)
 
 
@@ -969,7 +968,7 @@ def bench_code(args):
     dtype = "fp32" if args.dtype == "float32" else "bf16"
     if kernels.triton is None:
         die("code needs Triton: pip install triton")
-    args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}, torch {torch.__version__}"
+    args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}, torch {torch.__version__}" + ", untried kernels" * args.untried
     kinds = [  # the row's name, code_of's kind, whether heads only are mixed, numbers that must move, whether the loop alone is counted
         ("hadamard_affine", "forward", False, 2, 0), ("its three gradients, the loop", "backward", False, 3, 1),
         ("that of x by itself", "pre", False, 2, 0), ("those of alpha and beta, the loop", "grads", False, 2, 1),
@@ -984,7 +983,8 @@ def bench_code(args):
                 if d == args.widths[0]:
                     jobs[kind, only, d] = pool.submit(code_of, kind, args.sm, dtype)
                 continue
-            dots = size == 2 and args.sm >= 80 and not only and kind in ("forward", "pre", "backward") and kernels._dot_plan(d, HEADS[d], kind)
+            dots = (args.untried and size == 2 and args.sm >= 80 and not only and kind in ("forward", "pre", "backward")
+                    and kernels._dot_plan(d, HEADS[d], kind))
             if dots or kernels._plan(d, HEADS[d], only, 8 * size, "forward" if kind == "pre" else kind):
                 jobs[kind, only, d] = pool.submit(code_of, f"dots {kind}" if dots else kind, args.sm, dtype, d, HEADS[d], only)
         for name, kind, only, moved, of_loop in kinds:

@@ -26,6 +26,10 @@ try:
 except ImportError:  # Windows, macOS, CPU-only installs: every operator below still works, through PyTorch
     triton = None
 
+# True: also the two kinds of kernel that no GPU has run, only a compiler and Triton's interpreter: most 16-bit rows of the Hadamard
+# operators on tensor cores, and attention of one query. To time them: python bench.py kernels decode --untried=1
+UNTRIED = False
+
 
 def _operator(name, fake):
     """Registers a function as a PyTorch operator; fake takes the same arguments and returns empty results of the same form, for tracing. The
@@ -299,7 +303,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 # -----------------------------------------------------------------------------
 # Triton path. A row of d numbers is cut into NT = M * P tiles of W. A program holds R rows, all their tiles, in registers. H is applied:
 #     inside a tile    H_W, by butterflies in fp32, rounded to 16 bits only at the end; not at all if INNER = 0 (a mix over heads).
-#                      Most 16-bit rows take products on tensor cores instead: see _dots.
+#                      With UNTRIED most 16-bit rows take products on tensor cores instead: see _dots.
 #     across tiles     H_M (x) H_P, plain additions of whole tiles in fp32: no shuffles, no shared memory, no padding for orders like 12.
 # The kernels' constexprs, chosen by _plan:
 #     D        d, the distance in memory from one row to the next
@@ -315,7 +319,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 # The plans were chosen by timing on an H200 (README: "Tried in vain, or not taken"). Counting instructions in compiled code misleads, as many
 # small programs hide one another's waits: at d = 1024 one row in one warp of 64 registers takes 76 us (65,536 rows in bf16; a copy 65), a
 # loop over rows that copies ahead into shared memory 188. With pre alone 1024 runs at 0.98 of a copy's rate: what remains are mostly loads
-# of alpha and beta. Nobody has timed the kernels on tensor cores, which came later.
+# of alpha and beta.
 
 if triton is not None:
 
@@ -548,9 +552,9 @@ if triton is not None:
                 y = y + _load_vector(beta + part, to[i], live, R, W)
             tl.store(out + rows + to[i][None, :], y.to(out.dtype.element_ty), mask=ok)
 
-    # The same on tensor cores, for 16-bit rows of most widths from 256 to 4096 (_dot_plan). A program is one warp. A tile is 512 numbers,
-    # indexed by nine bits of their place in the row: a s c, eight neighbours in memory (strides 1 2 4); l0 l1 l2; n0 n1 n2. H_2 acts on
-    # each bit by itself, in any order:
+    # The same on tensor cores, if UNTRIED, for 16-bit rows of most widths from 256 to 4096 (_dot_plan). A program is one warp. A tile is
+    # 512 numbers, indexed by nine bits of their place in the row: a s c, eight neighbours in memory (strides 1 2 4); l0 l1 l2; n0 n1 n2.
+    # H_2 acts on each bit by itself, in any order:
     #     a l0 l1 l2   H_16 from the left, on the tile as a matrix of rows (l2 l1 l0 a)
     #     c n0 n1 n2   H_16 from the right, on columns (c n2 n1 n0)
     #     s            a plain sum and difference
@@ -885,8 +889,6 @@ if triton is not None:
 
 _FEW = 132  # up to so many rows (an H200's multiprocessors) each gets a program, half as many instructions for a warp; not timed
 
-TENSOR_CORES = True  # False: butterflies in 16 bits, too, on every card. "bench.py kernels", with --tensor_cores=0 and without, times both
-
 
 @lru_cache(256)
 def _plan(d, n_head, heads_only, bits, kind="forward"):
@@ -923,7 +925,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         if "few" in kind and M > 1 and d <= 2560:  # several warps would need up to four barriers for each of M narrow tiles, 47 at d = 768
             warps = 1
         elif kind == "norm" or kind == "forward" and d <= 4096:  # a warp holds whole rows: only shuffles pass between its threads
-            warps, numbers = 1, 48
+            warps, numbers, each = 1, 48, 8 if kind == "forward" and d == 2048 and bits == 16 else 4
         elif kind == "forward" and bits == 16:  # the more a thread holds, the fewer shuffles; above 8192, 128 would spill
             each, numbers = 8, 128 if d <= 8192 else 64
         elif kind == "grads":  # a thread has three such sets
@@ -994,7 +996,7 @@ def _capability(device):  # of an NVIDIA GPU; AMD's have (0, 0), and a CPU, wher
 
 def _has_dots(device, heads_only):
     "Whether 16-bit rows may take the kernels on tensor cores, whose products in bf16 NVIDIA has from Ampere on"
-    return TENSOR_CORES and not heads_only and _capability(device) >= (8, 0)
+    return UNTRIED and not heads_only and _capability(device) >= (8, 0)
 
 
 def _by_dots(x, n_head, heads_only, kind="forward"):
@@ -1325,8 +1327,8 @@ def _as_rows(name, x, what="x"):
 def hadamard_transform(x, scale=1.0):
     """scale * (x @ H) over the last dimension, H = hadamard_matrix(x.shape[-1]).
 
-    x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype. On the Triton path sums are fp32 (on
-    tensor cores, 16 binary digits between products). By PyTorch, bf16 rows wider than 192 may be rounded between their two products, too
+    x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype. On the Triton path sums are fp32 (if
+    UNTRIED, 16 binary digits between products). By PyTorch, bf16 rows wider than 192 may be rounded between their two products, too
     (1.4 times the error), and on a GPU fp32 and fp16 take TF32 where torch.set_float32_matmul_precision allows it. Differentiable to any
     order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it orthogonal (x H
     may reach d times the largest |x|, and fp16 holds up to 65504). For d = 2^k H is that
@@ -1347,9 +1349,9 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
     each gradient has its tensor's dtype. Returns x's shape and dtype. ValueError for wrong shapes, several devices, an n_head not dividing d.
     n_head = h takes H = H_h (x) H_(d/h) instead of H_d. For most sizes that is the same matrix; for all, the inner factor H_(d/h) can be
     folded into the value projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
-    On tensor cores (16-bit rows of most widths from 256 to 4096: a transform of more than 132, also backward; all gradients together at 1536
-    and 2048) a row with an infinite number comes out all NaN, one with a sum beyond fp32's range partly; of the gradients together alpha's
-    has x @ H to 16 binary digits, an error of some 5e-6.
+    If UNTRIED, on tensor cores (16-bit rows of most widths from 256 to 4096: a transform of more than 132, also backward; all gradients
+    together at 1536 and 2048) a row with an infinite number comes out all NaN, one with a sum beyond fp32's range partly; of the gradients
+    together alpha's has x @ H to 16 binary digits, an error of some 5e-6.
     """
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)
@@ -1970,6 +1972,7 @@ def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tenso
 # -----------------------------------------------------------------------------
 # Attention of one query, as in decoding: all work is to read keys and values once. PyTorch's kernels are made for many queries: on an H200
 # (2,048 sequences of up to 66 positions, 12 heads of 64, bf16) they take 129 to 194 us, where reading what is there would take some 45.
+# This kernel has not run on one (UNTRIED).
 
 if triton is not None:
 
@@ -2033,8 +2036,8 @@ def _one_query_fake(q, k, v, mask):
 @_operator("one_query_attention", _one_query_fake)
 def one_query_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """softmax(q k^T / sqrt(w) + mask) v: q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u), of one dtype, any strides; mask (1, S) of floats,
-    or None. Returns (B, h, 1, u). Not differentiable. On a GPU, in fp32, bf16 and fp16, for heads up to 256, by Triton: fp32 in between,
-    and positions at -inf are not read, so that not even a NaN there counts (if all are, the result is NaN; numbers in fp64 below fp32's
+    or None. Returns (B, h, 1, u). Not differentiable. If UNTRIED, on a GPU, in fp32, bf16 and fp16, for heads up to 256, by Triton: fp32 in
+    between, and positions at -inf are not read, so that not even a NaN there counts (if all are, the result is NaN; numbers in fp64 below fp32's
     range count as -inf). Else PyTorch's operator. ValueError for other shapes (as with grouped queries), a mask of another kind, or
     several devices; NotImplementedError in forward mode."""
     _reverse_mode_only("one_query_attention")
@@ -2044,7 +2047,7 @@ def one_query_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask:
             or mask is not None and not (mask.shape == (1, S) and mask.is_floating_point())):
         raise ValueError("one_query_attention: expected q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u) and a mask (1, S) of floats or None; "
                          f"got {', '.join(f'{tuple(t.shape)} in {t.dtype}' for t in (q, k, v, mask) if t is not None)}")
-    if q.is_cuda and triton is not None and q.dtype in (torch.float32, torch.bfloat16, torch.float16) and max(w, u) <= 256:
+    if UNTRIED and q.is_cuda and triton is not None and q.dtype in (torch.float32, torch.bfloat16, torch.float16) and max(w, u) <= 256:
         _one_query_triton(q, k, v, mask, out := q.new_empty(B, h, 1, u))
         return out
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)

@@ -703,7 +703,8 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     #    T 1024, one head of 768 with values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
     # 2. PyTorch's fused operator (`flash` below), for heads and values up to 256. On a CPU with T > 1, for any width, but v as wide as q, and
     #    no gradients or dropout: forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.4 to 1.7 at
-    #    T = 256, 0.9 at 1024. On a GPU one query without gradients, as in decoding, takes kernels.py's one_query_attention instead.
+    #    T = 256, 0.9 at 1024. On a GPU one query without gradients, as in decoding, asks kernels.py's one_query_attention, which takes the same
+    #    operator unless kernels.UNTRIED.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block with dropout.
     #    For T = 1, too, where heads are too wide for way 2: a fused kernel would have one multiprocessor read all of k and v.
     flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256

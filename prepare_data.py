@@ -41,7 +41,6 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from shlex import quote
 
@@ -190,7 +189,7 @@ class Parser(argparse.ArgumentParser):
                     self.error(f"unknown flag {flag}{nearest(flag, flags.values())}")
                 if equals and self._option_string_actions[known].nargs == 0:
                     self.error(f"{flag} takes no value, got {value!r}")
-                if value.startswith("~/") and flag != "--prompt":  # shells keep ~ in --out_dir=~/x: a folder ~ is a trap
+                if re.match("~(/|$)", value) and flag != "--prompt":  # shells keep ~ in --out_dir=~/x: a folder ~ is a trap
                     value = os.path.expanduser(value)
                 args[i] = known + equals + value
         return super().parse_known_args(args, namespace)
@@ -406,7 +405,7 @@ def shorten(s, asked, step, pace, say):
     up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
     if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return
-    fits = max(step, min(asked, int(60 * s["max_minutes"] / pace)))
+    fits = max(step, int(min(asked, 60 * s["max_minutes"] / pace)))
     if s["paced"]:  # cut at most half of what is left at a time: a stall must not end the run while its learning rate is high
         fits = max(fits, (step + s["max_steps"]) // 2)
     if fits < asked == s["max_steps"]:
@@ -432,6 +431,17 @@ def stopped(m, path, step, save, say):
         say(f"stopped; saved step {step} in {path}; go on with --resume --out_dir={quote(os.path.dirname(path) or '.')}")
     m.leave()
     raise SystemExit(130)
+
+
+@contextlib.contextmanager
+def dispensable():
+    """For the sample at a run's end, when all is saved: a signal cuts it short, and where a tokenizer is missing, which is printed, there is
+    none; the run goes on to its last lines."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    with contextlib.suppress(SystemExit, KeyboardInterrupt):
+        yield
+    end_progress()
 
 
 def git_commit():
@@ -751,10 +761,14 @@ def fetch(name, folder, url, copy=None):
     else:
         used, came_from = download(url, f"{path}.part", resume=not source.revised), url
     raw = read(used)
-    if zipfile.is_zipfile(used):  # a damaged or a foreign one fails the check below
-        with (contextlib.suppress(zipfile.BadZipFile, zlib.error, LookupError, RuntimeError, ValueError, OSError, EOFError),
-              zipfile.ZipFile(used) as z):
-            raw = z.read(name)
+    if zipfile.is_zipfile(used):
+        try:
+            with zipfile.ZipFile(used) as z:
+                raw = z.read(name)
+        except MemoryError:
+            raise
+        except Exception:  # each way of packing has errors of its own: a damaged or a foreign one fails the check below
+            pass
     if source.revised:  # today's War and Peace has DOS line ends, which open(...).read() would turn into \n
         raw = raw.replace(b"\r\n", b"\n")
     algorithm, expected = source.digest

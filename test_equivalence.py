@@ -678,6 +678,7 @@ def test_operators_without_triton_where_it_is_turned_off(monkeypatch, request):
     assert paths() == ("PyTorch, as Triton is not installed", False, False, 2)
     for name in ("_transform_triton", "_fo_forward_triton", "_fo_backward_triton", "_rope_backward_triton", "_one_query_triton"):
         monkeypatch.setattr(kernels, name, None)
+    monkeypatch.setattr(kernels, "UNTRIED", True)
     kernels._hadamard._init_fn(x, None, None, None, 1.0, 1, False)
     h, _, edges = kernels._fo_op._init_fn([gates], None)
     kernels._fo_backward_op._init_fn([gates], edges, torch.ones(h.shape), None)
@@ -870,6 +871,7 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
                                        (3072, 24), (4096, 32)])
 def test_hadamard_on_tensor_cores_is_exact_and_stays_inside_its_rows(d, n_head, monkeypatch, guarded):
     "One row or two to a tile, with 12 and 20 or without, in the middle or in front, several tiles; what is summed to 16 bits of x H"
+    monkeypatch.setattr(kernels, "UNTRIED", True)
     monkeypatch.setattr(kernels, "_FEW", 2)
     monkeypatch.setattr(kernels, "_programs", lambda *how: 2)  # each takes several blocks of rows
     H, scale, N = layer_matrix(d, n_head, False), d ** -0.5, 5
@@ -928,6 +930,8 @@ def test_hadamard_takes_tensor_cores_where_they_are_and_fit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 100)
     capability_of = kernels._capability.__wrapped__
+    assert kernels.UNTRIED is False
+    monkeypatch.setattr(kernels, "UNTRIED", True)
     for capability, hip, has in (((9, 0), None, True), ((8, 0), None, True), ((7, 5), None, False), ((9, 4), "6.4", False)):
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(kernels, "_capability", lambda device: capability_of(GPU))
@@ -939,6 +943,7 @@ def test_hadamard_takes_tensor_cores_where_they_are_and_fit(monkeypatch):
             monkeypatch.setattr(kernels, "_capability", lambda device: arch)
             assert kernels._programs(2 ** 16, plan, warps, GPU, "grads") == wanted
     monkeypatch.undo()
+    monkeypatch.setattr(kernels, "UNTRIED", True)
     with torch.device("meta"):  # as torch.set_default_device would have it
         assert kernels._dot_plan.__wrapped__(1024, 16) == kernels._dot_plan(1024, 16)
     assert f"more than {kernels._FEW}," in hadamard_affine.__doc__ and f"forward up to {kernels._FEW} rows" in kernels.hadamard_path.__doc__
@@ -951,7 +956,7 @@ def test_hadamard_takes_tensor_cores_where_they_are_and_fit(monkeypatch):
     kernels._hadamard_backward(*torch.ones(2, 1, 2048).half(), torch.ones(2048), 1.0, 1, False, kept=False)
     monkeypatch.setattr(kernels, "_capability", lambda device: capability)
     for capability, on in (((8, 0), True), ((7, 5), True), ((9, 0), False)):  # what a log says, and a switch to compare with
-        monkeypatch.setattr(kernels, "TENSOR_CORES", on)
+        monkeypatch.setattr(kernels, "UNTRIED", on)
         assert takes(1024, torch.bfloat16, 16, False) == (capability == (8, 0))
         said = [kernels.hadamard_path(d, "cuda", 16, only) for d, only in ((1024, False), (1024, True), (128, False))]
         assert said == ["Triton kernel" + ", in 16 bits on tensor cores" * (capability == (8, 0)), "Triton kernel", "Triton kernel"]
@@ -1476,7 +1481,7 @@ def test_one_query_kernel_is_masked_attention_and_reads_only_what_it_may(dtype, 
         assert error(out[0], ones[0, :, 4:5]) < 1e-2
 
 
-def test_attention_of_one_query_takes_its_kernel_on_a_gpu_without_gradients():
+def test_attention_of_one_query_takes_its_kernel_on_a_gpu_without_gradients(monkeypatch):
     q, k, mask, calls = torch.randn(2, 3, 1, 8), torch.randn(2, 3, 5, 8), model_py.up_to(torch.tensor([3]), 5, torch.float32), []
     op = patched(model_py, "one_query_attention", lambda *a: calls.append(a) or kernels.one_query_attention(*a))
     there = [t.as_subclass(Cuda) for t in (q, k)]
@@ -1497,6 +1502,8 @@ def test_attention_of_one_query_takes_its_kernel_on_a_gpu_without_gradients():
                 refuses(lambda: attention(q_there, k_there, k_there), "reverse mode only", kind=NotImplementedError)
         run, wide = kernels.one_query_attention._init_fn, [F.pad(t, (0, 249)) for t in there]
         with patched(kernels, "triton", kernels.triton or object()):
+            assert error(run(q_there, k_there, k_there, mask), attention(q, k, k, mask=mask)) < 1e-6  # by default PyTorch's operator
+            monkeypatch.setattr(kernels, "UNTRIED", True)
             for a, b in ((q_there, k_there), [F.pad(t, (0, 248)) for t in there]):  # as wide as may be, too
                 assert (run(a, b, b, mask) == 7).all()
             assert (run(q_there.half(), *[k_there.half()] * 2, None) == 7).all()
@@ -2911,7 +2918,7 @@ def test_train_steps_hang_on_the_pace_at_every_25th_and_are_never_more_than_aske
     assert len(notes) == 2 and notes[0].startswith("note: 1 minutes will do for 75 steps here; the schedule")
     paced, notes = looks((5, 60.0, 100), (6, 31.0, 6), (7, 31.0, 6))  # 60 seconds are up before step 25
     assert len(notes) == 1 and paced
-    assert looks((25, 60.0, 100), minutes=0) == (False, [])
+    assert looks((25, 60.0, 100), minutes=0) == (False, []) and looks((25, 60.0, 100), minutes=sys.float_info.max) == (True, [])
     _, (note,) = looks((5, 60.0, 100), (6, 31.0, 6), warmup=50)
     assert "for 6 steps here, 6 of them warm-up;" in note
 
@@ -4515,6 +4522,15 @@ def test_train_bits_per_byte_of_a_part_in_gpt2_tokens_are_about(either, tmp_path
         assert script is train_gpt or re.search(rf"\ntest, best checkpoint: {about}\d+\.\d{{4}} bits per byte{end}", said), said
 
 
+def test_train_signal_in_the_sample_at_the_end_cuts_that_alone_short(either, monkeypatch):
+    "All is saved by then: the run ends as it would, with what lies where, and does not speak of a step to wait for"
+    script, run = either
+    for number in (signal.SIGINT, signal.SIGTERM):
+        monkeypatch.setattr(script, "sample_text", lambda *a, **kw: signal.raise_signal(number))
+        status, said, err, _ = run("--max_steps=0", out=number.name)
+        assert status == 0 and "log.jsonl: each step's and evaluation's figures\n" in said and "sample:" not in said and "stopping" not in err
+
+
 def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch):
     n = (len(pd.load_dataset("mine", str(tmp_path / "data")).train) - 1) // 2
     one_line(train_shaq_here(f"--bptt={n + 1}"), f"--bptt={n + 1}", f"{n:,} tokens of a stream", "lower --bptt or --batch")
@@ -5281,6 +5297,12 @@ def test_data_wrong_checksum_removes_the_file(corpus, tmp_path, capsys, monkeypa
         own.write_bytes(bad)
         fails(capsys, main, "is not enwik8")
         assert own.read_bytes() == bad and not os.listdir(corpus.zip.parent)  # the user's own file stays
+    with zipfile.ZipFile(own, "w", zipfile.ZIP_LZMA) as z:  # which has errors of its own
+        z.writestr("enwik8", text)
+    bad = bytearray(own.read_bytes())
+    bad[30 + len("enwik8") + 4] = 255
+    own.write_bytes(bad)
+    fails(capsys, main, "is not enwik8")
     own.write_bytes(text)  # the raw text does as well as the zip file
     main()
     assert len(pd.load_dataset("enwik8", corpus.data).test) == 20_000
@@ -5655,6 +5677,7 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys, monkeypatch)
     fails(capsys, lambda: parser.parse_args(["--attn", "x"]), "unknown flag --attn", status=2)
     assert parser.parse_args(["--attn_out", "-- a comment"]).attn_out == "-- a comment"
     assert parser.parse_args(["--attn_out=~/x"]).attn_out == os.path.expanduser("~/x")  # which a shell leaves as it is
+    assert parser.parse_args(["--attn_out=~"]).attn_out == os.path.expanduser("~") and parser.parse_args(["--attn_out=~x"]).attn_out == "~x"
     fails(capsys, lambda: parser.parse_args(["--compile=maybe"]), "expected 0 or 1", status=2)
     parser.add_argument("--set", default="", help="name=value,..")
     parser.add_argument("--prompt", default="\n", help="a line break is no default that a reader could see")
@@ -6419,7 +6442,7 @@ HEADS = dict(
 
 
 @pytest.mark.parametrize("argv", [
-    ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1", "--tensor_cores=0"],
+    ["kernels", "--widths=96,32,36", "--rows=24", "--pool=1x128x4", "--heads=2x8x24", "--rounds=1", "--untried=1"],
     ["prefill", "--sizes=nano", "--batch=3", "--T=4,8", "--runs=1"],
     ["decode", "--sizes=nano", "--batch=3", "--T=2,4", "--new_tokens=2", "--runs=1", "--presets=shaq,sharnn,mean_mem"],
     ["train", "--rounds=1", "--profile=1", "--models=gpt,book", "--set=n_layer=1,n_embd=32,n_head=2,batch_tokens=64,block_size=32"],
@@ -6428,7 +6451,7 @@ HEADS = dict(
 ])
 def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_data, capsys, monkeypatch):
     monkeypatch.setattr(bench, "CACHE", 1)  # rings of two
-    monkeypatch.setattr(kernels, "TENSOR_CORES", True)
+    monkeypatch.setattr(kernels, "UNTRIED", argv[0] != "kernels")
     monkeypatch.setitem(SIZES, "nano", SMALL)
     monkeypatch.setitem(bench.HEADS, 32, 2)
     monkeypatch.setitem(SHAQ_PRESETS, "mean_mem", SHAQ_PRESETS["mean_mem"] | dict(mean_window=100))
@@ -6452,7 +6475,9 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
     rows = bench_run(tmp_path, *argv, *extra)
     tables = [t for t in capsys.readouterr().out.split("\n**") if "|---|" in t]
     assert HEADS[argv[0]] in [t.splitlines()[2] for t in tables]
-    assert tables and all(f", threads: 1, float32, torch {torch.__version__}" in t.splitlines()[0] for t in tables)
+    untried = argv[0] == "kernels"
+    assert kernels.UNTRIED == untried and {r["hardware"].endswith(", untried kernels") for r in rows} == {untried}
+    assert tables and all(f", threads: 1, float32, torch {torch.__version__}{', untried kernels' * untried}" in t.splitlines()[0] for t in tables)
     for t in tables:
         widths = {line.count("|") for line in t.splitlines() if line.startswith("|")}
         assert len(widths) == 1
@@ -6479,7 +6504,6 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         else:
             assert "| aten::mm | " in tables[2]
     if argv[0] == "kernels":
-        assert not kernels.TENSOR_CORES and {r.get("tensor_cores") for r in rows} == {None, False}
         share = lambda op, *which: {(r["kernel"], r["both"]): r["share_of_copy"] for r in rows if (r["op"], r.get("d")) == (op, *which)}
         assert [r["seconds"] for r in rows if "loop" in r["kernel"]] == [[10, 11, 15], [8, 9, 13]]  # 64 of 128 steps were timed
         found = share("affine", 96)
@@ -6651,6 +6675,7 @@ def test_bench_code_ends_at_once_on_ctrl_c_and_leaves_no_process_behind():
 @needs_triton
 def test_bench_code_compiles_what_its_flags_name(tmp_path, capsys, monkeypatch):
     asked = []
+    monkeypatch.setattr(kernels, "UNTRIED", False)
 
     def submit(f, *args):
         assert f is bench.code_of
@@ -6675,11 +6700,13 @@ def test_bench_code_compiles_what_its_flags_name(tmp_path, capsys, monkeypatch):
     assert "(sm_100, fp32, Triton " in printed
     bench.main(["code", "--dtype=bfloat16", "--widths=2560,768", f"--out={tmp_path}/bf16.jsonl"])
     assert "| its three gradients, the loop | 6 | 41 | – | 23.0 |\n" in capsys.readouterr().out  # there two kernels, the rows that follow
-    for sm, dtype, d, *wanted in ((90, "bfloat16", 2048, "dots forward", "dots backward", "dots pre", "grads"),  # what such a GPU would run
-                                  (75, "bfloat16", 2048, "forward", "pre", "grads"), (90, "float32", 2048, "forward", "backward", "pre", "grads"),
-                                  (90, "bfloat16", 1024, "dots forward", "backward", "dots pre", "grads")):
+    for sm, dtype, d, untried, *wanted in ((90, "bfloat16", 2048, 1, "dots forward", "dots backward", "dots pre", "grads"),  # what such a GPU
+                                           (75, "bfloat16", 2048, 1, "forward", "pre", "grads"),                             # would run
+                                           (90, "float32", 2048, 1, "forward", "backward", "pre", "grads"),
+                                           (90, "bfloat16", 2048, 0, "forward", "pre", "grads"),
+                                           (90, "bfloat16", 1024, 1, "dots forward", "backward", "dots pre", "grads")):
         asked.clear()
-        bench.main(["code", f"--sm={sm}", f"--dtype={dtype}", f"--widths={d}", f"--out={tmp_path}/wide.jsonl"])
+        bench.main(["code", f"--sm={sm}", f"--dtype={dtype}", f"--widths={d}", f"--out={tmp_path}/wide.jsonl", f"--untried={untried}"])
         assert [a[0] for a in asked if not a[5:6] == (True,)][:len(wanted)] == wanted
     monkeypatch.setattr(bench, "compilers", lambda workers: contextlib.nullcontext(
         SimpleNamespace(submit=lambda *a: SimpleNamespace(result=lambda: operator.index("")))))
@@ -7005,7 +7032,7 @@ def test_bench_kernels_time_the_linear_attention_librarys_recurrence_on_a_gpu(mo
 
 def test_bench_kernels_time_the_cuda_packages_transform_on_a_gpu(monkeypatch, capsys):
     def rows(d, gpu=True):
-        bench.affine_rows(SimpleNamespace(gpu=gpu, rows=3, tensor_cores=True), machine("cpu", "float32"), d)
+        bench.affine_rows(SimpleNamespace(gpu=gpu, rows=3), machine("cpu", "float32"), d)
         (layers, _), given[:] = given, []
         return [row for k, row in layers.items() if k.startswith(("transform", "fast"))]
 
@@ -7038,15 +7065,15 @@ def test_bench_kernels_compile_on_a_gpu_what_training_compiles_there(monkeypatch
     for gpu, triton, expected in ((True, True, ["fresh"] + [False] * 4), (True, None, []), (False, True, [])):
         monkeypatch.setattr(kernels, "triton", triton)
         made.clear()
-        bench.affine_rows(SimpleNamespace(gpu=gpu, rows=4, tensor_cores=True), machine("cpu", "float32"), 768)
+        bench.affine_rows(SimpleNamespace(gpu=gpu, rows=4), machine("cpu", "float32"), 768)
         assert made == expected and titles[-1].endswith(", compiled but for hadamard_affine_norm") == bool(expected)
     monkeypatch.setattr(kernels, "triton", True)
-    bench.affine_rows(SimpleNamespace(gpu=True, rows=4, tensor_cores=True), machine("cpu", "float32"), 1280)
+    bench.affine_rows(SimpleNamespace(gpu=True, rows=4), machine("cpu", "float32"), 1280)
     assert titles[-1].endswith("rows of 1280, compiled")  # where nothing is one pass
     for gpu, fused in ((False, True), (True, False)):  # a width that is never one pass on a GPU: the sum and the norm stand there all the same
         monkeypatch.setattr(bench, "shares", lambda args, m, title, fields, layers, *rest, **kw: titles.append((fields["op"], *layers)))
         titles.clear()
-        bench.affine_rows(SimpleNamespace(gpu=gpu, rows=4, tensor_cores=True), machine("cpu", "float32"), 1280)
+        bench.affine_rows(SimpleNamespace(gpu=gpu, rows=4), machine("cpu", "float32"), 1280)
         assert titles == [("affine", "dense", "identity", "hadamard", "transform alone, H_d"),
                           ("affine_norm", "dense", "identity", "hadamard") + ("hadamard, by hadamard_affine_norm",) * fused]
 
@@ -7337,7 +7364,8 @@ OLD = kernels.triton is not None and tuple(map(int, kernels.triton.__version__.s
 HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more) for kind, rows in {  # code_of's arguments behind
     # most instructions an element (gradients: in the loop), a little above what Triton 3.6 to 3.9 give
     "forward": [(23, 75, "fp16", 768, False), (19, 90, "fp32", 1024, False), (13, 90, "bf16", 768, True),
-                (17, 80, "bf16", 1536, True), (21, 75, "fp32", 768, False)],
+                (17, 80, "bf16", 1536, True), (21, 75, "fp32", 768, False), (26, 100, "bf16", 1536, False), (21, 90, "bf16", 2048, False),
+                (24, 80, "bf16", 3072, False)],
     "pre": [(23, 75, "fp16", 768, False)],
     # on tensor cores
     "dots forward": [(13, 90, "bf16", 768, False), (12, 100, "fp16", 1024, False), (13, 90, "bf16", 1536, False), (13, 80, "bf16", 2048, False),

@@ -14,7 +14,6 @@ torch 2.12 on, than TORCH_ELASTIC_SHUTDOWN_TIMEOUT. In a step's line, norm is th
 utilisation) is the FLOP/s of the model's matrix products, by flops_per_token(), as a share of the device's peak, printed at the start.
 """
 import argparse
-import contextlib
 import os
 import time
 from dataclasses import asdict, fields
@@ -26,8 +25,8 @@ import torch
 from kernels import hadamard_path, triton
 from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine,
                    param_groups, peak_flops, sample_text, schedule_notes)
-from prepare_data import (Parser, StopSignal, die, diverged, duration, end_progress, flag01, number, one_line, progress, report, run,
-                          shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
+from prepare_data import (Parser, StopSignal, die, dispensable, diverged, duration, end_progress, flag01, number, one_line, progress, report,
+                          run, shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; typed flags override them. [1] and [2] are the papers listed in model.py.
@@ -401,7 +400,7 @@ def main():
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
     m.leave()
     if m.rank == 0:
-        with contextlib.suppress(SystemExit):  # no tokenizer: the reason is printed
+        with dispensable():
             say("sample:" + sample_text(model, data.tokenizer, "\n", min(400, 4 * T), seed=s["seed"]))
         if not saved:
             die(f"the last checkpoint could not be written to {path}")

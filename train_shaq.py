@@ -14,7 +14,6 @@ that --max_minutes has shortened stays shortened. Evaluations also save, spendin
 saves. best.pt is the checkpoint with the best validation loss, saved whenever there is a better one.
 """
 import argparse
-import contextlib
 import math
 import os
 import time
@@ -27,8 +26,8 @@ import torch
 from kernels import triton
 from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint,
                    lr_at, machine, peak_flops, sample_text, schedule_notes)
-from prepare_data import (Parser, StopSignal, die, diverged, duration, end_progress, flag01, number, one_line, progress, report, run,
-                          shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
+from prepare_data import (Parser, StopSignal, die, dispensable, diverged, duration, end_progress, flag01, number, one_line, progress, report,
+                          run, shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings: the published ones, by default on CUDA, or a model that learns something in three minutes on a CPU
@@ -396,7 +395,7 @@ def main():
         say(f"{data.name} has no test split: the best validation loss is the last word")
     m.leave()
     if m.rank == 0:
-        with contextlib.suppress(SystemExit):  # no tokenizer: the reason is printed
+        with dispensable():
             say("sample:" + sample_text(model, data.tokenizer, "\n", 400, seed=s["seed"]))
         show = best_path if best_there else path
         if saved or best_there:
