@@ -103,7 +103,7 @@ def command(flags=lambda gpu: ()):
 
 
 def parse(what, argv, gpu):
-    "Parse the flags of the command what. All commands but plot also take --out, --device and --dtype."
+    "Parse the flags of the command what. All commands but plot also take --out, --device, --dtype and --untried."
     f, flags = COMMANDS[what]
     parser = Parser(prog=f"bench.py {what}", description=inspect.getdoc(f))
     for name, kw in flags(gpu):
@@ -129,7 +129,7 @@ def start(args):
     torch.backends.cuda.enable_cudnn_sdp(args.what not in ("decode", "eval"))  # it plans for 0.1 s or more at each new number of keys
     args.run = time.strftime(f"%Y-%m-%d %H:%M:%S, process {os.getpid()}, command {next(BEGUN)}")
     args.gpu, kernels.UNTRIED = m.device.type == "cuda", args.untried
-    args.hardware, args.git = hardware(m) + ", untried kernels" * args.untried, git_commit()
+    args.hardware, args.git = hardware(m) + ", untried kernels" * (args.gpu and args.untried), git_commit()
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     open(args.out, "ab").close()  # if it cannot be written, fail now, not after the first run
     return m
@@ -863,8 +863,8 @@ ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200's thre
 
 
 def code_of(kind, sm, dtype, d=0, n_head=1, heads_only=False, residual="", **flags):
-    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's, "pre" ("forward" with pre for
-    alpha and beta), "dots forward", "dots pre" or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d,
+    """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's ("pre": pre for alpha and
+    beta), "dots forward", "dots pre" or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d,
     "rope backward" and "one query" (of so many programs; instructions an element of k and v, of one round); flags: the kernel's;
     residual: "fp32" beside rows of 16 bits. -> registers and bytes of stack a thread, bytes of shared memory; ops: the opcodes with their
     modifiers, in order; each and loop: instructions an element in all and in the longest loop (0 if none); far: how many addresses, or tensors
@@ -899,7 +899,7 @@ def code_of(kind, sm, dtype, d=0, n_head=1, heads_only=False, residual="", **fla
         plan |= flags
         elements = plan["N"] * 2 * d
     else:
-        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, "forward" if kind == "pre" else kind)
+        plan, warps = kernels._plan(d, n_head, heads_only, 32 if dtype == "fp32" else 16, kind)
         plan = plan | dict(RMS=False) | flags
         fn = {"grads": kernels._hadamard_grads_kernel, "backward": kernels._hadamard_grads_kernel, "norm": kernels._hadamard_norm_kernel,
               "norm backward": kernels._hadamard_norm_backward_kernel}.get(kind.removesuffix(" few"), kernels._hadamard_kernel)
@@ -968,7 +968,8 @@ def bench_code(args):
     dtype = "fp32" if args.dtype == "float32" else "bf16"
     if kernels.triton is None:
         die("code needs Triton: pip install triton")
-    args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}, torch {torch.__version__}" + ", untried kernels" * args.untried
+    untried = args.untried and dtype == "bf16" and args.sm >= 80
+    args.hardware = f"sm_{args.sm}, {dtype}, Triton {kernels.triton.__version__}, torch {torch.__version__}" + ", untried kernels" * untried
     kinds = [  # the row's name, code_of's kind, whether heads only are mixed, numbers that must move, whether the loop alone is counted
         ("hadamard_affine", "forward", False, 2, 0), ("its three gradients, the loop", "backward", False, 3, 1),
         ("that of x by itself", "pre", False, 2, 0), ("those of alpha and beta, the loop", "grads", False, 2, 1),
@@ -983,9 +984,8 @@ def bench_code(args):
                 if d == args.widths[0]:
                     jobs[kind, only, d] = pool.submit(code_of, kind, args.sm, dtype)
                 continue
-            dots = (args.untried and size == 2 and args.sm >= 80 and not only and kind in ("forward", "pre", "backward")
-                    and kernels._dot_plan(d, HEADS[d], kind))
-            if dots or kernels._plan(d, HEADS[d], only, 8 * size, "forward" if kind == "pre" else kind):
+            dots = untried and not only and kind in ("forward", "pre", "backward") and kernels._dot_plan(d, HEADS[d], kind)
+            if dots or kernels._plan(d, HEADS[d], only, 8 * size, kind):
                 jobs[kind, only, d] = pool.submit(code_of, f"dots {kind}" if dots else kind, args.sm, dtype, d, HEADS[d], only)
         for name, kind, only, moved, of_loop in kinds:
             row = {"kernel": name, "bytes an element": moved * size, "an H200's budget": round(moved * size * ISSUE)}
@@ -1141,7 +1141,11 @@ def bench_decode(args):
             peak[out] = p.mib() and p.mib() + (0 if out == "dense" else cached / 2**20)  # dense's peak includes the cache
             first[out], eager[out] = prompt, steps
             if args.gpu:
-                graph[out] = replay(steps, m)
+                torch.backends.cuda.enable_cudnn_sdp(True)  # half the time of PyTorch's others for one query; a graph plans only once
+                try:
+                    graph[out] = replay(steps, m)
+                finally:  # out of memory, the next case goes on
+                    torch.backends.cuda.enable_cudnn_sdp(False)
         t_first = timed(first, m, args.runs, least=0.0)
         kv = cached * (T + (n + 1) / 2) / (T + n)  # read in a step, on average
         for mode, work in [("eager", eager)] + [("graph", graph)] * args.gpu:

@@ -27,7 +27,8 @@ except ImportError:  # Windows, macOS, CPU-only installs: every operator below s
     triton = None
 
 # True: also the two kinds of kernel that no GPU has run, only a compiler and Triton's interpreter: most 16-bit rows of the Hadamard
-# operators on tensor cores, and attention of one query. To time them: python bench.py kernels decode --untried=1
+# operators on tensor cores, and attention of one query. To time them: python bench.py kernels decode, without and with --untried=1. Steps
+# that are CUDA graphs already keep their path
 UNTRIED = False
 
 
@@ -895,8 +896,9 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     """-> (constexprs, num_warps) for the kernels above. None, which means the PyTorch path: without Triton; for m above 28; if neither n_head
     nor d / n_head is a power of two, but for a mix over heads; for one over more than 64 heads, or over heads whose width is no multiple of
     8; for d above 65536, which would spill. For "backward" and the "norm"s also None where two kernels are better. bits: an element's, 16 or 32.
-    kind: "forward", "few" (at most _FEW rows), "grads" (of alpha and beta), "backward" (of x as well), "norm", "norm few", "norm backward"."""
-    d, n_head = operator.index(d), operator.index(n_head)
+    kind: "forward", "pre" (forward, with pre), "few" (at most _FEW rows), "grads" (of alpha and beta), "backward" (of x as well), "norm",
+    "norm few", "norm backward"."""
+    d, n_head, forward = operator.index(d), operator.index(n_head), kind in ("forward", "pre")
     mh, ch = _split_order(n_head)
     mi, ci = (1, 1) if heads_only else _split_order(d // n_head)
     M = mh * mi
@@ -915,7 +917,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
             each, warps = 2, max(1, W // (64 if kind == "norm" else 32))
         elif kind == "norm backward":
             each = 1
-        elif kind != "forward":  # sums over rows: more would spill, or take minutes to compile
+        elif not forward:  # sums over rows: more would spill, or take minutes to compile
             each = each if n_head <= (16 if kind == "backward" else 32) else 1
             warps = 2 if n_head <= (24 if kind == "backward" else 32) else 4
         R = 1 if "few" in kind else max(1, each * 32 * warps // W)
@@ -924,9 +926,9 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         inner, warps, each, numbers = 1, 4 if d <= 4096 else 8 if d <= 8192 else 16, 4, 64  # a thread's numbers: of a tile, of all
         if "few" in kind and M > 1 and d <= 2560:  # several warps would need up to four barriers for each of M narrow tiles, 47 at d = 768
             warps = 1
-        elif kind == "norm" or kind == "forward" and d <= 4096:  # a warp holds whole rows: only shuffles pass between its threads
+        elif kind == "norm" or forward and d <= 4096:  # a warp holds whole rows: only shuffles pass between its threads
             warps, numbers, each = 1, 48, 8 if kind == "forward" and d == 2048 and bits == 16 else 4
-        elif kind == "forward" and bits == 16:  # the more a thread holds, the fewer shuffles; above 8192, 128 would spill
+        elif forward and bits == 16:  # the more a thread holds, the fewer shuffles; above 8192, 128 would spill
             each, numbers = 8, 128 if d <= 8192 else 64
         elif kind == "grads":  # a thread has three such sets
             warps = 1 if d <= 2048 else 2 if d <= 3072 else 4 if d <= 6144 and bits == 16 else warps
@@ -1020,7 +1022,8 @@ def _transform_triton(x, alpha, beta, pre, scale, n_head, heads_only):
         _launch(_hadamard_dot_kernel, (triton.cdiv(N, plan["R"] * plan["G"]),), x, out, alpha, beta, pre, N, scale, **plan,
                 EXACT=not x.is_cuda, num_warps=1)
     else:
-        plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "few" if N <= _FEW else "forward")
+        kind = "few" if N <= _FEW else "forward" if pre is None else "pre"
+        plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, kind)
         _launch(_hadamard_kernel, (triton.cdiv(N, plan["R"]), _columns(plan)), x, out, alpha, beta, pre, N, scale, **plan, num_warps=warps)
     return out
 
@@ -1327,14 +1330,14 @@ def _as_rows(name, x, what="x"):
 def hadamard_transform(x, scale=1.0):
     """scale * (x @ H) over the last dimension, H = hadamard_matrix(x.shape[-1]).
 
-    x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype. On the Triton path sums are fp32 (if
-    UNTRIED, 16 binary digits between products). By PyTorch, bf16 rows wider than 192 may be rounded between their two products, too
-    (1.4 times the error), and on a GPU fp32 and fp16 take TF32 where torch.set_float32_matmul_precision allows it. Differentiable to any
-    order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it orthogonal (x H
-    may reach d times the largest |x|, and fp16 holds up to 65504). For d = 2^k H is that
-    package's, for 12 * 2^k its hadamard_transform_12N's (d = 768 is no cut-off 1024 here); its 20N, 28N and 40N are other matrices: do not swap
-    them for these in a trained model. Raises ValueError for an order that does not exist (not on meta), TypeError for another dtype or a
-    scale that wants a gradient, NotImplementedError under forward-mode differentiation.
+    x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype. On the Triton path sums are fp32 (on
+    tensor cores, if UNTRIED, 16 binary digits between products). By PyTorch, bf16 rows wider than 192 may be rounded between their two
+    products, too (1.4 times the error), and on a GPU fp32 and fp16 take TF32 where torch.set_float32_matmul_precision allows it.
+    Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it orthogonal (x H
+    may reach d times the largest |x|, and fp16 holds up to 65504). For d = 2^k H is that package's, for 12 * 2^k its hadamard_transform_12N's (d
+    = 768 is no cut-off 1024 here); its 20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Raises ValueError for
+    an order that does not exist (not on meta), TypeError for another dtype or a scale that wants a gradient, NotImplementedError under
+    forward-mode differentiation.
     """
     _reverse_mode_only("hadamard_transform")
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
@@ -1972,7 +1975,7 @@ def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tenso
 # -----------------------------------------------------------------------------
 # Attention of one query, as in decoding: all work is to read keys and values once. PyTorch's kernels are made for many queries: on an H200
 # (2,048 sequences of up to 66 positions, 12 heads of 64, bf16) they take 129 to 194 us, where reading what is there would take some 45.
-# This kernel has not run on one (UNTRIED).
+# No GPU has run this kernel (UNTRIED).
 
 if triton is not None:
 
@@ -2050,4 +2053,4 @@ def one_query_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask:
     if UNTRIED and q.is_cuda and triton is not None and q.dtype in (torch.float32, torch.bfloat16, torch.float16) and max(w, u) <= 256:
         _one_query_triton(q, k, v, mask, out := q.new_empty(B, h, 1, u))
         return out
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).contiguous()

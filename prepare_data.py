@@ -433,14 +433,26 @@ def stopped(m, path, step, save, say):
     raise SystemExit(130)
 
 
-@contextlib.contextmanager
-def dispensable():
-    """For the sample at a run's end, when all is saved: a signal cuts it short, and where a tokenizer is missing, which is printed, there is
-    none; the run goes on to its last lines."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    with contextlib.suppress(SystemExit, KeyboardInterrupt):
-        yield
+def dispensable(show):
+    """show() the sample at a run's end, when all is saved: a signal cuts it short, later ones (torchrun passes its own on) change nothing, and
+    where a tokenizer is missing, which is printed, there is none. The run goes on to its last lines."""
+    def handle(how):
+        for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, how)
+
+    def cut(number, frame):
+        handle(signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    try:
+        try:
+            handle(cut)
+            show()
+        finally:
+            handle(signal.SIG_IGN)
+    except (SystemExit, KeyboardInterrupt):
+        pass
     end_progress()
 
 

@@ -427,10 +427,11 @@ def test_hadamard_takes_any_strides_and_any_number_of_rows():
     assert torch.equal(a.grad, torch.zeros(d, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("path", ["torch", pytest.param("triton", marks=needs_triton)])
-def test_hadamard_nan_and_inf_stay_in_their_row(path, monkeypatch):
+@pytest.mark.parametrize("path, untried", [("torch", False), *(pytest.param("triton", on, marks=needs_triton) for on in (False, True))])
+def test_hadamard_nan_and_inf_stay_in_their_row(path, untried, monkeypatch):
+    monkeypatch.setattr(kernels, "UNTRIED", untried)
     monkeypatch.setattr(kernels, "_FEW", 2)
-    for d, n_head, heads_only in ((768, 12, False), (96, 1, False), (96, 8, False), (768, 12, True), (96, 4, True)):
+    for d, n_head, heads_only in ((768, 12, False), (96, 1, False), (96, 8, False), (768, 12, True), (96, 4, True))[:1 if untried else 5]:
         for dtype, N in itertools.product((torch.float32, torch.float16), (8, 2101) if path == "torch" else (8,)):  # few rows; blocks of rows
             x = torch.randn(N, d).to(dtype)
             x[3, 5], x[4, 0], x[N - 1, 2] = math.nan, math.inf, -math.inf
@@ -703,8 +704,11 @@ def test_hadamard_triton_takes_what_it_can_hold(monkeypatch):
     beside = [kernels._norm_on_triton(torch.ones(1, 512).as_subclass(Cuda), torch.ones(1, 512, dtype=kind), *how)
               for kind, *how in ((torch.float32, 1, False), (torch.float64, 1, False), (torch.float32, 2, True))]
     assert [*fused, *beside] == [kernels.triton is not None and yes for yes in (True, False, True, False, False, True, False, False)]
-    dots = kernels.triton is not None and kernels.hadamard_path(768, "cuda")  # no error where there is no GPU to ask
-    assert not dots or torch.cuda.is_available() or dots == "Triton kernel, in 16 bits on tensor cores"
+    for untried in (False, True):  # no error where there is no GPU to ask
+        monkeypatch.setattr(kernels, "UNTRIED", untried)
+        path = kernels.triton is not None and kernels.hadamard_path(768, "cuda")
+        assert not path or torch.cuda.is_available() or path == "Triton kernel" + ", in 16 bits on tensor cores" * untried
+    monkeypatch.setattr(kernels, "UNTRIED", False)
     monkeypatch.setattr(kernels, "_capability", lambda device: (9, 0))
     said = [kernels.hadamard_path(d, device) for d, device in ((64, "cpu"), (64, "cuda:1"), (2**17, "cuda"))]  # for the log
     assert said == ["PyTorch, by small dense products", *(("Triton kernel", "PyTorch, as the Triton kernel has no plan for this width")
@@ -3350,13 +3354,14 @@ def test_triton_kernels_reach_beyond_2_31_elements(monkeypatch):
         x[-1] = torch.randn(shape, **where)
         return x
 
-    for d, h, only in ((1024, 16, False), (768, 12, False), (1024, 16, True)):
+    for d, h, only, untried in ((1024, 16, False, True), (768, 12, False, True), (768, 12, False, False), (1024, 16, True, False)):
+        monkeypatch.setattr(kernels, "UNTRIED", untried)
         x, (alpha, beta, weight), how = long(d), torch.randn(3, d, **where), (h, only)
         y, last = kernels._transform_triton(x, alpha, beta, None, d ** -0.5, *how), x[-1:].float().cpu()
         exact = kernels._transform_torch(last, alpha.cpu(), beta.cpu(), None, d ** -0.5, *how)
         assert x.numel() > 2**31 and error(y[-1:].cpu(), exact.double()) < 5e-3
         del y
-        if not hadamard_norm_is_fused(d, *how):
+        if untried or not hadamard_norm_is_fused(d, *how):
             continue
         out, normed, _ = kernels._norm_triton(x, x, alpha, beta, weight, None, d ** -0.5, 1e-5, False, *how)
         exact = last + exact
@@ -4527,8 +4532,11 @@ def test_train_signal_in_the_sample_at_the_end_cuts_that_alone_short(either, mon
     script, run = either
     for number in (signal.SIGINT, signal.SIGTERM):
         monkeypatch.setattr(script, "sample_text", lambda *a, **kw: signal.raise_signal(number))
+        real, passed_on = script.end_progress, []
+        monkeypatch.setattr(pd, "end_progress", lambda: passed_on.append(signal.raise_signal(number)) or real())  # as torchrun does
         status, said, err, _ = run("--max_steps=0", out=number.name)
         assert status == 0 and "log.jsonl: each step's and evaluation's figures\n" in said and "sample:" not in said and "stopping" not in err
+        assert passed_on
 
 
 def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch):
@@ -4921,8 +4929,10 @@ def test_train_steps_are_replayed_only_where_a_graph_can_hold_them():
 
 
 @needs_gpu
+@pytest.mark.parametrize("untried", [False, True])
 @pytest.mark.parametrize("d, n_head, heads_only", [(768, 12, False), (1536, 16, False), (2560, 20, False), (1024, 16, True)])
-def test_gpu_hadamard_rounds_once(d, n_head, heads_only):
+def test_gpu_hadamard_rounds_once(d, n_head, heads_only, untried, monkeypatch):
+    monkeypatch.setattr(kernels, "UNTRIED", untried)
     H = layer_matrix(d, n_head, heads_only)
     for N in (1, 132, 1000):
         x, dy = (torch.randn(N, d).bfloat16().to(GPU) for _ in range(2))  # drawn on the CPU, or a GPU that does nothing would pass
@@ -4949,10 +4959,12 @@ def test_gpu_pool_is_a_cpus():
 
 @needs_gpu
 @needs_triton
+@pytest.mark.parametrize("untried", [False, True])
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn_out="head_hadamard", norm="rmsnorm", pos="learned"),
                                     dict(attn="dva", n_head=1, n_embd=320), dict(attn="dva_outer"), dict(n_head=2, n_embd=640),
                                     dict(attn="dva", n_head=2, n_embd=640)])
-def test_gpu_gpt_is_a_cpus_eager_and_compiled_and_generates_the_same(config):
+def test_gpu_gpt_is_a_cpus_eager_and_compiled_and_generates_the_same(config, untried, monkeypatch):
+    monkeypatch.setattr(kernels, "UNTRIED", untried)
     scale = 1.0 if config.get("n_embd") == 640 else 2.0  # at 2 fp32 alone puts gradients 2e-3 off there
     cpu, idx, results = make(scale=scale, **config), torch.randint(0, 97, (2, 16)), []
     for device, compiled in (("cpu", False), (GPU, False), (GPU, True)):
@@ -5007,6 +5019,8 @@ def test_gpu_bench_measures(tmp_path, data_dir, device="cuda"):
     for argv in (["kernels", "--widths=96,768", "--rows=200", "--pool=2x128x32", "--heads=2x64x48", "--rounds=1"],
                  ["prefill", "--sizes=nano", "--batch=2", "--T=8", "--compile=0,1", "--runs=1"],
                  ["decode", "--sizes=nano", "--batch=2", "--T=4", "--new_tokens=2", "--runs=1", "--presets=sharnn,shaq,mean_mem"],
+                 ["kernels", "--widths=768,1536", "--rows=200", "--pool=2x128x32", "--heads=2x64x48", "--rounds=1", "--untried=1"],
+                 ["decode", "--sizes=nano", "--batch=2", "--T=4", "--new_tokens=2", "--runs=1", "--presets=shaq", "--untried=1"],
                  ["train", "--sizes=nano", "--rounds=1", "--compile=1", "--models=gpt,book", f"--set={small}"],
                  ["train", "--rounds=1", "--compile=1", "--models=shaq", f"--set={SHAQ_SET}"],
                  ["compare", "--seeds=2", "--compile=1", f"--set={small},max_steps=3,eval_tokens=64,dataset=mine,data_dir={data_dir}"]):
@@ -6475,9 +6489,8 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
     rows = bench_run(tmp_path, *argv, *extra)
     tables = [t for t in capsys.readouterr().out.split("\n**") if "|---|" in t]
     assert HEADS[argv[0]] in [t.splitlines()[2] for t in tables]
-    untried = argv[0] == "kernels"
-    assert kernels.UNTRIED == untried and {r["hardware"].endswith(", untried kernels") for r in rows} == {untried}
-    assert tables and all(f", threads: 1, float32, torch {torch.__version__}{', untried kernels' * untried}" in t.splitlines()[0] for t in tables)
+    assert kernels.UNTRIED == (argv[0] == "kernels")
+    assert tables and all(f", threads: 1, float32, torch {torch.__version__}, 20" in t.splitlines()[0] for t in tables)  # no CPU runs those
     for t in tables:
         widths = {line.count("|") for line in t.splitlines() if line.startswith("|")}
         assert len(widths) == 1
@@ -6707,6 +6720,7 @@ def test_bench_code_compiles_what_its_flags_name(tmp_path, capsys, monkeypatch):
                                            (90, "bfloat16", 1024, 1, "dots forward", "backward", "dots pre", "grads")):
         asked.clear()
         bench.main(["code", f"--sm={sm}", f"--dtype={dtype}", f"--widths={d}", f"--out={tmp_path}/wide.jsonl", f"--untried={untried}"])
+        assert (", untried kernels, 20" in capsys.readouterr().out) == (wanted[0] == "dots forward")
         assert [a[0] for a in asked if not a[5:6] == (True,)][:len(wanted)] == wanted
     monkeypatch.setattr(bench, "compilers", lambda workers: contextlib.nullcontext(
         SimpleNamespace(submit=lambda *a: SimpleNamespace(result=lambda: operator.index("")))))

@@ -400,8 +400,7 @@ def main():
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
     m.leave()
     if m.rank == 0:
-        with dispensable():
-            say("sample:" + sample_text(model, data.tokenizer, "\n", min(400, 4 * T), seed=s["seed"]))
+        dispensable(lambda: say("sample:" + sample_text(model, data.tokenizer, "\n", min(400, 4 * T), seed=s["seed"])))
         if not saved:
             die(f"the last checkpoint could not be written to {path}")
         say(f"{path}: the model (python model.py --ckpt={quote(path)} --prompt=...); "

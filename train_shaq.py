@@ -395,8 +395,7 @@ def main():
         say(f"{data.name} has no test split: the best validation loss is the last word")
     m.leave()
     if m.rank == 0:
-        with dispensable():
-            say("sample:" + sample_text(model, data.tokenizer, "\n", 400, seed=s["seed"]))
+        dispensable(lambda: say("sample:" + sample_text(model, data.tokenizer, "\n", 400, seed=s["seed"])))
         show = best_path if best_there else path
         if saved or best_there:
             say(f"{show}: the model{' at its best validation loss' * best_there} (python model.py --ckpt={quote(show)} --prompt=...); "
