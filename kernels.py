@@ -2031,17 +2031,17 @@ if triton is not None:
                 w ** -0.5 / math.log(2), *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], **plan, num_warps=warps)
 
 
-def _one_query_fake(q, k, v, mask):
-    _check_devices("one_query_attention", *(t for t in (q, k, v, mask) if t is not None))
-    return q.new_empty(*q.shape[:3], v.shape[3])
+@_operator("one_query_attention", lambda q, k, v, mask: q.new_empty(*q.shape[:3], v.shape[3]))
+def _one_query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    _one_query_triton(q, k, v, mask, out := q.new_empty(*q.shape[:3], v.shape[3]))
+    return out
 
 
-@_operator("one_query_attention", _one_query_fake)
-def one_query_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def one_query_attention(q, k, v, mask=None):
     """softmax(q k^T / sqrt(w) + mask) v: q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u), of one dtype, any strides; mask (1, S) of floats,
-    or None. Returns (B, h, 1, u). Not differentiable. If UNTRIED, on a GPU, in fp32, bf16 and fp16, for heads up to 256, by Triton: fp32 in
-    between, and positions at -inf are not read, so that not even a NaN there counts (if all are, the result is NaN; numbers in fp64 below fp32's
-    range count as -inf). Else PyTorch's operator. ValueError for other shapes (as with grouped queries), a mask of another kind, or
+    or None. Returns (B, h, 1, u). By PyTorch's operator, but if UNTRIED, on a GPU, in fp32, bf16 and fp16, for heads up to 256, by Triton:
+    without a gradient, in fp32 in between, and positions at -inf are not read, so that not even a NaN there counts (if all are, the result is
+    NaN; numbers in fp64 below fp32's range count as -inf). ValueError for other shapes (as with grouped queries), a mask of another kind, or
     several devices; NotImplementedError in forward mode."""
     _reverse_mode_only("one_query_attention")
     _check_devices("one_query_attention", *(t for t in (q, k, v, mask) if t is not None))
@@ -2051,6 +2051,5 @@ def one_query_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask:
         raise ValueError("one_query_attention: expected q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u) and a mask (1, S) of floats or None; "
                          f"got {', '.join(f'{tuple(t.shape)} in {t.dtype}' for t in (q, k, v, mask) if t is not None)}")
     if UNTRIED and q.is_cuda and triton is not None and q.dtype in (torch.float32, torch.bfloat16, torch.float16) and max(w, u) <= 256:
-        _one_query_triton(q, k, v, mask, out := q.new_empty(B, h, 1, u))
-        return out
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).contiguous()
+        return _one_query(q, k, v, mask)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)

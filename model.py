@@ -1357,6 +1357,7 @@ class SHAQ(nn.Module):
 
         # with state or without, with attention or without, in either dtype: 8 can be too few
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        torch._dynamo.config.allow_rnn = True  # or a block that calls an nn.LSTM, even one that stays eager, would stay eager whole, unseen
         torch._dynamo.config.optimize_ddp = False  # or DDP cuts each block's code in two, though a block is about one of its buckets
         torch.fx.experimental._config.use_duck_shape = False  # or a window as long as a block is wide has its length fixed in the code
         for part, method in ((MemoryAttention, "look"), (LSTM, "forward")):
