@@ -4569,16 +4569,14 @@ def test_train_signal_in_the_sample_at_the_end_cuts_that_alone_short(either, mon
     for number, within in ((signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGHUP, True), (signal.SIGTERM, False)):
         monkeypatch.setattr(script, "sample_text", lambda *a, **kw: within and signal.raise_signal(number) or "a text")
         passed_on = []
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may themselves run under nohup; run() restores it
         monkeypatch.setattr(pd, "end_progress", lambda: passed_on.append(signal.raise_signal(number)))  # as torchrun does
         status, said, err, _ = run("--max_steps=0", out=f"{number.name}{within}")
         assert status == 0 and passed_on and "log.jsonl: each step's and evaluation's figures\n" in said and "stopping" not in err
         assert ("sample:a text\n" in said) == (not within)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
-    try:
-        monkeypatch.setattr(script, "sample_text", lambda *a, **kw: signal.raise_signal(signal.SIGHUP) or "a text")
-        assert "sample:a text\n" in ended(run("--max_steps=0", out="nohup"))[1]
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    monkeypatch.setattr(script, "sample_text", lambda *a, **kw: signal.raise_signal(signal.SIGHUP) or "a text")
+    assert "sample:a text\n" in ended(run("--max_steps=0", out="nohup"))[1]
 
 
 def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch):
