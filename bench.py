@@ -543,7 +543,7 @@ QUICK = {  # what compare takes without --set: seconds on a CPU, minutes elsewhe
     "gpt": ("n_layer=2,n_head=4,n_embd=64,block_size=128,batch_tokens=1024,lr=4e-3,max_steps=100,warmup_steps=10,eval_tokens=8192",
             "size=nano,eval_tokens=65536"),
     "shaq": ("n_embd=64,bptt=64,max_steps=100,warmup_steps=10,eval_tokens=8192",
-             "n_embd=256,bptt=128,lr=8e-3,warmup_steps=50,max_steps=1000,mem_len=512,dropout=0,eval_tokens=65536")}
+             "size=laptop,eval_tokens=65536")}
 
 
 @command(lambda gpu: (
@@ -565,9 +565,11 @@ def bench_compare(args):
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
     default = QUICK[kind][m.device.type != "cpu"]
     common = settings(kind, default if args.set is None else args.set, "--set")
-    if args.set and "size" not in common and m.device.type == "cpu":
+    if args.set and "size" not in common:
         print(f"note: --set takes the place of what runs without it, --set={default}; what it does not name is as the script has it", flush=True)
     variants = [settings(kind, t, "--variant") for t in texts]
+    if args.set is None and any("size" in v for v in variants):
+        die(f"--variant names a size, which --set={default} would override, as that is taken where no --set is typed: type one, such as --set=")
     unset = asdict(GPTConfig() if kind == "gpt" else SHAQConfig())
     settled = [unset | s | c for s, c in (SCRIPT[kind].settle(common | v, {}, m) for v in variants)]
     for text, v, s in zip(texts, variants, settled):
@@ -618,8 +620,8 @@ def bench_compare(args):
                 tokens=sum(t.tokens), val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token, tokens_per_s=tokens_per_s,
                 peak_mib=t.peak.mib(), compiled=args.compile, dataset=data.name, settings=t.s | asdict(t.model.config),
                 bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), paper=paper_quality(t), curve=curve))
-            record(args, **runs[-1])
             warn(f"seed {seed}  {texts[i] or 'default'}: {loss:.4f} {nats(data.bytes_per_token)}, {tokens_per_s:,.0f} tokens/s")
+            record(args, **runs[-1])  # which a full disk ends
             del t
     rows = []
     for i, text in enumerate(texts):
@@ -1396,9 +1398,9 @@ def bench_scaling(args):
                     size=size, variant=out, seed=seed, lr=t.s["lr"], params=t.params, tokens=taken * t.step_tokens, compute=compute,
                     val_loss=loss, tokens_per_s=pace, compiled=args.compile, dataset=data.name, bytes_per_token=data.bytes_per_token,
                     curve=curve))
-                record(args, **runs[out][-1])
                 warn(f"{size} {out} seed {seed}, lr {t.s['lr']:g}: {t.params:,} parameters, {taken:,} of {t.steps:,} steps, "
                      f"{loss:.4f} {nats(data.bytes_per_token)}")
+                record(args, **runs[out][-1])  # which a full disk ends
                 del t  # before the next one is made
             del first, given
         for out in args.variants:

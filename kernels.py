@@ -388,6 +388,11 @@ if triton is not None:
     # No selections are needed: of tiles (0, 1) a thread holds (b, 1 - b), b being its lane's next bit, so it always keeps the first and
     # sends the second. Of (x, y), x + y and x - y are put in the next level's order by a factor of +-1 on y. x - y may come out
     # negated: that sign depends on the thread alone and does not change any more, so _signs corrects all of them at the end.
+    # The smallest case, d = 4: two threads (L = 2), two tiles (P = 2), TURN = 0, so lane l loads places l and 2 + l. At s = 0 the sign swaps
+    # sum and difference in odd lanes, at s = 1 both lanes keep the first number and send the second:
+    #     lane 0    x0, x2    x0+x2, x0-x2    x0+x2, x1+x3    y0, y1
+    #     lane 1    x1, x3    x1-x3, x1+x3    x1-x3, x0-x2    y2, -y3
+    # Now lane l has places 2l and 2l + 1 (_places with TURN + 1), and _signs turns -y3 round.
     # K: the warps that share a row. L: the threads of each. T: TURN modulo the number of places in the ring.
 
     @triton.jit
@@ -533,7 +538,8 @@ if triton is not None:
                          CW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr, TURN: tl.constexpr):
         "out = alpha * scale * ((pre * x) @ H) + beta, each of alpha, beta, pre optional; one read, one write"
         row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-        rows, part = row[:, None] * D + tl.program_id(1) * CW, tl.program_id(1) * CW
+        part = tl.program_id(1) * CW  # this program's channels of every head: see _columns
+        rows = row[:, None] * D + part
         at, to = _places(M, P, C, CW, W, INNER, V, TURN), _places(M, P, C, CW, W, INNER, V, TURN + 1)
         live = tl.arange(0, W) < C if CW > C else None
         ok = (row < N)[:, None] & live[None, :] if CW > C else (row < N)[:, None]
@@ -765,7 +771,7 @@ if triton is not None:
         unit, unit_back = _signs(scale, P, W, INNER, V, TURN), _signs(scale, P, W, INNER, V, TURN + 1)
         live = tl.arange(0, W) < C if CW > C else None
         dw = (tl.zeros((R, W), tl.float32),) * (M * P)
-        db, da, de = dw, dw, dw
+        ds, da, db = dw, dw, dw  # of shift, alpha, beta; dw: of weight
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=1):
             row = block * R + tl.arange(0, R).to(tl.int64)
             rows = row[:, None] * D
@@ -774,37 +780,37 @@ if triton is not None:
             rstd = tl.load(stats + N + row, mask=row < N, other=0.0)[:, None]
             xs, ys = _load_tiles(x + rows, at, ok, M * P), _load_tiles(out + rows, to, ok, M * P)  # all loads first, as above
             gs, rs = _load_tiles(dnormed + rows, to, ok, M * P), _load_tiles(dout + rows, to, ok, M * P)
-            nw, nb, a, b = (), (), tl.zeros((R, W), tl.float32), tl.zeros((R, W), tl.float32)
+            nw, ns, a, b = (), (), tl.zeros((R, W), tl.float32), tl.zeros((R, W), tl.float32)
             for i in tl.static_range(M * P):
                 g = gs[i].to(tl.float32)
                 y = (ys[i].to(tl.float32) - mean) * rstd
-                nw, nb = nw + (dw[i] + g * y,), nb + (db[i] + g,)
+                nw, ns = nw + (dw[i] + g * y,), ns + (ds[i] + g,)
                 g = g * _load_vector(weight, to[i], live, R, W)
                 a, b = a + g, b + g * y
-            dw, db = nw, nb
+            dw, ds = nw, ns
             a, b = tl.sum(a, 1)[:, None] / D, tl.sum(b, 1)[:, None] / D
             if RMS:
                 a = tl.zeros((R, 1), tl.float32)  # no mean
             u = _transform(xs, R, M, P, W, INNER, V, TURN)
-            t, na, ne = (), (), ()
+            t, na, nb = (), (), ()
             for i in tl.static_range(M * P):
                 y = (ys[i].to(tl.float32) - mean) * rstd
                 g = gs[i].to(tl.float32) * _load_vector(weight, to[i], live, R, W)
                 g = rstd * (g - a - y * b) + rs[i].to(tl.float32)
                 tl.store(dresidual + rows + to[i][None, :], g.to(dresidual.dtype.element_ty), mask=ok)
-                na, ne = na + (da[i] + g * u[i],), ne + (de[i] + g,)
+                na, nb = na + (da[i] + g * u[i],), nb + (db[i] + g,)
                 t = t + (g * _load_vector(alpha, to[i], live, R, W),)
-            da, de = na, ne
+            da, db = na, nb
             t = _transform(t, R, M, P, W, INNER, V, TURN + 1)
             for i in tl.static_range(M * P):
                 tl.store(dx + rows + back[i][None, :], (t[i] * unit_back[i % 2]).to(dx.dtype.element_ty), mask=ok)
         part = tl.program_id(0).to(tl.int64) * D
         for i in tl.static_range(M * P):
             tl.store(dalpha + part + to[i], tl.sum(da[i] * unit[i % 2], 0), mask=live)
-            tl.store(dbeta + part + to[i], tl.sum(de[i], 0), mask=live)
+            tl.store(dbeta + part + to[i], tl.sum(db[i], 0), mask=live)
             tl.store(dweight + part + to[i], tl.sum(dw[i], 0), mask=live)
             if dshift is not None:
-                tl.store(dshift + part + to[i], tl.sum(db[i], 0), mask=live)
+                tl.store(dshift + part + to[i], tl.sum(ds[i], 0), mask=live)
 
     @triton.jit(do_not_specialize=["N"])
     def _hadamard_grads_kernel(x, dy, dx, alpha, dalpha, dbeta, N, scale, D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
@@ -893,11 +899,11 @@ _FEW = 132  # up to so many rows (an H200's multiprocessors) each gets a program
 
 @lru_cache(256)
 def _plan(d, n_head, heads_only, bits, kind="forward"):
-    """-> (constexprs, num_warps) for the kernels above. None, which means the PyTorch path: without Triton; for m above 28; if neither n_head
-    nor d / n_head is a power of two, but for a mix over heads; for one over more than 64 heads, or over heads whose width is no multiple of
-    8; for d above 65536, which would spill. For "backward" and the "norm"s also None where two kernels are better. bits: an element's, 16 or 32.
-    kind: "forward", "pre" (forward, with pre), "few" (at most _FEW rows), "grads" (of alpha and beta), "backward" (of x as well), "norm",
-    "norm few", "norm backward"."""
+    """-> (constexprs, num_warps) for the kernels above, or None. For "forward", "pre", "few" and "grads" None means the PyTorch path: without
+    Triton; m above 28; d above 65536, which would spill; neither n_head nor d / n_head a power of two (a mix over heads takes any); a mix over
+    more than 64 heads, or of heads whose width is no multiple of 8. For "backward" and the "norm"s None also where two kernels are better.
+    bits: an element's, 16 or 32. kind: "forward", "pre" (forward, with pre), "few" (at most _FEW rows), "grads" (of alpha and beta),
+    "backward" (of x as well), "norm", "norm few", "norm backward"."""
     d, n_head, forward = operator.index(d), operator.index(n_head), kind in ("forward", "pre")
     mh, ch = _split_order(n_head)
     mi, ci = (1, 1) if heads_only else _split_order(d // n_head)
@@ -1090,6 +1096,7 @@ def _grads_triton(x, dy, scale, n_head, heads_only, alpha=None):
 # for derivatives of any order. hadamard_backward gives all first derivatives of hadamard at once, if they are not differentiated again: on a
 # GPU in one kernel, where one has a plan; on a CPU, where products cost more than bytes, from x H, which hadamard_kept saves instead of x.
 # That takes no more memory, unless what made x keeps x, too (tanh does, blocked attention does not). hadamard_norm adds residual and norm.
+# Names that end in _torch and _triton are an operator's two implementations, _derive_X is autograd's formula for X, made of operators.
 
 
 def _check_orders(d, n_head, heads_only):  # called inside operators: elsewhere torch.compile would trace it
@@ -1144,13 +1151,14 @@ def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, s
     return (_hadamard(dy, None, None, alpha, scale, n_head, heads_only), *_hadamard_grads(x, dy, scale, n_head, heads_only))
 
 
-def _save(ctx, inputs, output):
+def _save_hadamard(ctx, inputs, output):
     x, alpha, _, pre, *ctx.how = inputs
     ctx.dtype = x.dtype
-    ctx.save_for_backward(x if any(ctx.needs_input_grad[1:4]) else None, alpha, pre)  # dx does not depend on x
+    _, of_alpha, _, of_pre, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(x if of_alpha or of_pre else None, alpha, pre)  # dx and dbeta do not depend on x
 
 
-def _backward(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta. Here as below autograd casts the vectors' gradients to their dtypes
+def _derive_hadamard(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta. Here as below autograd casts the vectors' gradients to their dtypes
     x, alpha, pre = ctx.saved_tensors
     dy = dy.to(ctx.dtype).contiguous()
     of_x, of_alpha, of_beta, of_pre, *_ = ctx.needs_input_grad
@@ -1160,30 +1168,32 @@ def _backward(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta. Here as bel
         return dx, dalpha, dbeta if of_beta else None, None, None, None, None
     if of_x:
         dx = _hadamard(dy, pre, None, alpha, *ctx.how)                                     # pre * scale * ((alpha * dy) H)
-    if of_alpha or of_beta:
+    if of_alpha:
         dalpha, dbeta = _hadamard_grads(x if pre is None else (pre * x).to(ctx.dtype), dy, *ctx.how)
+    elif of_beta:
+        dbeta = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
     if of_pre:
         dpre = _hadamard_grads(dy if alpha is None else (alpha * dy).to(ctx.dtype), x, *ctx.how)[0]
-    return dx, dalpha if of_alpha else None, dbeta if of_beta else None, dpre, None, None, None
+    return dx, dalpha, dbeta if of_beta else None, dpre, None, None, None
 
 
-def _save_grads(ctx, inputs, output):
+def _save_hadamard_grads(ctx, inputs, output):
     x, dy, *ctx.how = inputs
     ctx.save_for_backward(x, dy)
 
 
-def _backward_grads(ctx, ga, gb):  # the gradients of dalpha = sum dy * scale * (x H), dbeta = sum dy
+def _derive_hadamard_grads(ctx, ga, gb):  # the gradients of dalpha = sum dy * scale * (x H), dbeta = sum dy
     x, dy = ctx.saved_tensors
     return _hadamard(dy, None, None, ga, *ctx.how), _hadamard(x, ga, gb, None, *ctx.how), None, None, None
 
 
-def _save_kept(ctx, inputs, output):
+def _save_hadamard_kept(ctx, inputs, output):
     _, alpha, _, *ctx.how = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], alpha)
 
 
-def _backward_kept(ctx, dy, du):  # y = alpha * scale * u + beta, u = x H
+def _derive_hadamard_kept(ctx, dy, du):  # y = alpha * scale * u + beta, u = x H
     u, alpha = ctx.saved_tensors
     scale, *heads = ctx.how
     dx = None if du is None else _hadamard(du.contiguous(), None, None, None, 1.0, *heads)  # du: only if a derivative is differentiated
@@ -1201,9 +1211,9 @@ def _backward_kept(ctx, dy, du):  # y = alpha * scale * u + beta, u = x H
     return dx, dalpha, dbeta, None, None, None
 
 
-_hadamard.register_autograd(_backward, setup_context=_save)
-_hadamard_kept.register_autograd(_backward_kept, setup_context=_save_kept)
-_hadamard_grads.register_autograd(_backward_grads, setup_context=_save_grads)
+_hadamard.register_autograd(_derive_hadamard, setup_context=_save_hadamard)
+_hadamard_kept.register_autograd(_derive_hadamard_kept, setup_context=_save_hadamard_kept)
+_hadamard_grads.register_autograd(_derive_hadamard_grads, setup_context=_save_hadamard_grads)
 
 
 @_operator("hadamard_norm", lambda x, residual, *_: (  # not len(x), which would fix the number of rows in compiled code
@@ -1269,14 +1279,14 @@ def _hadamard_norm_backward(
     return run(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only)
 
 
-def _save_norm(ctx, inputs, output):
+def _save_hadamard_norm(ctx, inputs, output):
     x, _, alpha, _, weight, shift, scale, _, rms, *how = inputs
     ctx.how = (shift is not None, scale, rms, *how)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, alpha, weight, output[0], output[2])
 
 
-def _backward_norm(ctx, dout, dnormed, dstats):
+def _derive_hadamard_norm(ctx, dout, dnormed, dstats):
     x, alpha, weight, out, stats = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     dnormed = torch.zeros_like(x) if dnormed is None else dnormed.contiguous()
@@ -1286,7 +1296,7 @@ def _backward_norm(ctx, dout, dnormed, dstats):
     return dx, dy, dalpha, dbeta, dweight, dshift if ctx.how[0] else None, None, None, None, None, None
 
 
-_hadamard_norm.register_autograd(_backward_norm, setup_context=_save_norm)
+_hadamard_norm.register_autograd(_derive_hadamard_norm, setup_context=_save_hadamard_norm)
 
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
@@ -1468,7 +1478,7 @@ def _fo_forward_torch(z, f, o, c0, act):
     h = z.new_empty(B, T, H)
     edges = z.new_empty(-(-T // CPU_CHUNK), B, H, dtype=state)
     memory = z.new_empty(4 * most, dtype=state)
-    last = z.new_zeros(B, H, dtype=state) if c0 is None else c0.to(state, copy=True, memory_format=torch.contiguous_format)
+    last = z.new_zeros(B, H, dtype=state) if c0 is None else c0.clone(memory_format=torch.contiguous_format)
     for t, K, L in spans:
         z_, f_, o_, c = _fo_scratch(memory, (z, f, o), 3, t, K, L, act)  # c[:, :, j]: the state before step j
         start, end = c[:, :, 0], c[:, :, L]  # (B, K, H), the states before and after each chunk
@@ -1499,7 +1509,7 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
     most = max([K * (L + 1) for _, K, L in spans], default=0) * B * H
     memory = z.new_empty(6 * most, dtype=state)
     # e_(t+1) = f dc of the step after the span, (B, H)
-    e = z.new_zeros(B, H, dtype=state) if dc_last is None else dc_last.to(state, copy=True, memory_format=torch.contiguous_format)
+    e = z.new_zeros(B, H, dtype=state) if dc_last is None else dc_last.clone(memory_format=torch.contiguous_format)
     sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input  # g y (1 - y) in one pass
     tanh_backward = torch.ops.aten.tanh_backward.grad_input  # g (1 - y^2)
     for t, K, L in reversed(spans):
@@ -1867,9 +1877,9 @@ def fo_pool(z, f, o, c0=None):
 
     z, f, o (B, T, H), one dtype of float16, bfloat16, float32, float64; c0 (B, H), None for zeros. Returns h (B, T, H) in their dtype and
     c_last (B, H), the c0 of the next window. The state (c0, c_last) is float32 for 16-bit inputs, else in their dtype. f_t = 0 (a logit of
-    -inf) forgets all before t, say at the start of a document. Differentiable once in all inputs, through h and c_last. Raises ValueError for
-    shapes that do not fit, c0 in another dtype, or several devices, TypeError for other dtypes, NotImplementedError under forward-mode
-    differentiation.
+    -inf) forgets all before t, say at the start of a document, but not a NaN or an infinity. Differentiable once in all inputs, through h and
+    c_last. Raises ValueError for shapes that do not fit, c0 in another dtype, or several devices, TypeError for other dtypes,
+    NotImplementedError under forward-mode differentiation.
     """
     if z.dim() != 3 or not z.shape == f.shape == o.shape:
         raise ValueError(f"fo_pool: z, f, o must share one shape (B, T, H), got {tuple(z.shape)}, {tuple(f.shape)}, "

@@ -127,7 +127,8 @@ def rope(x, cos, sin):
         raise ValueError(f"rope: cos and sin are in {cos.dtype}, expected fp32; FSDP needs MixedPrecisionPolicy(cast_forward_inputs=False)")
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))  # (B, T, heads, width / 2, 2)
     if x.device.type == "cpu" or x.is_cuda and not torch.compiler.is_compiling():  # one pass: on a CPU 5 times faster than four over reals
-        if y.stride(-1) != 1 or any(n % 2 for n in y.stride()[:-1]):  # a pair is no complex number where it lies
+        odd = not torch.compiler.is_compiling() and y.storage_offset() % 2  # which torch.compile cannot ask
+        if odd or y.stride(-1) != 1 or any(n % 2 for n in y.stride()[:-1]):  # a pair is no complex number where it lies
             y = y.clone(memory_format=torch.contiguous_format)
         y = torch.view_as_real(torch.view_as_complex(y) * torch.complex(cos, sin))
     else:  # torch.compile makes one pass each of this and its gradient, but cannot with complex numbers or with x_2i and x_2i+1 split apart
@@ -294,7 +295,7 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(x))
 
 
-def plain(module, *kinds):
+def untouched(module, *kinds):
     "Whether module is of one of kinds, and nobody hung a hook or another forward on it: only then may its formula stand in for its call"
     return type(module) in kinds and "forward" not in module.__dict__ and not (
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
@@ -313,8 +314,9 @@ class Block(nn.Module):
         if self.mlp is None:
             return x + self.attn(self.ln_1(x), table, cache, at, mask)
         norm, attn = self.ln_2, self.attn
-        if (x.is_cuda and plain(attn, Attention) and attn.one_pass and not (attn.resid_dropout.training and attn.resid_dropout.p)
-                and plain(norm, nn.LayerNorm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None):
+        if (x.is_cuda and untouched(attn, Attention) and attn.one_pass and untouched(attn.resid_dropout, Dropout)
+                and not (attn.resid_dropout.training and attn.resid_dropout.p)
+                and untouched(norm, nn.LayerNorm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None):
             x, n = self.attn(self.ln_1(x), table, cache, at, mask, x, norm)  # attention's output and the sum's norm in one pass
         else:
             x = x + self.attn(self.ln_1(x), table, cache, at, mask)
@@ -419,8 +421,9 @@ class GPT(nn.Module):
             return self.lm_head(x)
         # Put a training loss of your own under `if self.training`, as evaluate() reports what this returns. Change logits in lm_head, which
         # generate() calls, too
-        usual = plain(self.lm_head, nn.Linear) and self.lm_head.bias is None and not torch.compiler.is_exporting()  # loses HeadLoss's backward
-        if not usual or product_dtype(x) == torch.float16:  # fp16's gradients need the loss scale, known only in backward
+        usual = untouched(self.lm_head, nn.Linear) and self.lm_head.bias is None
+        # an export would lose HeadLoss's backward pass; fp16's gradients need the loss scale, known only in backward
+        if not usual or torch.compiler.is_exporting() or product_dtype(x) == torch.float16:
             return cross_entropy(self.lm_head(x), targets)
         return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
 
@@ -491,9 +494,11 @@ class GPT(nn.Module):
         return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device, dtype)
 
     def _apply(self, fn, recurse=True):
-        "Called by .to() and its kin: a cast must not round the angles"
-        cos = getattr(self, "cos", None)
+        "Called by .to() and its kin: a cast must not round the angles, and leaving the meta device, which makes each weight anew, untie none"
+        cos, tied = getattr(self, "cos", None), getattr(self.lm_head, "weight", None) is self.wte.weight
         super()._apply(fn, recurse)
+        if tied:
+            self.lm_head.weight = self.wte.weight
         if cos is not None and self.cos is not cos:
             self.cos, self.sin = self.angles(self.cos.device, self.cos.dtype)
         return self
@@ -575,32 +580,32 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
     return n, P
 
 
-def empty_attention(q, k, q_r, v, k_r, keys, values, seed, dropout, keep):
+def empty_attention(q, k, q_r, v, k_r, all_k, all_v, seed, dropout, keep):
     "_operator's fake of blocked_attention"
-    k = k if keys is None else keys
+    k = k if all_k is None else all_k
     Ps = [q.new_empty(q.size(0), e - i, e + k.size(1) - q.size(1)) for i, e in query_blocks(q, k)] if keep else []
     return q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), Ps
 
 
-def empty_gradients(g, q, k, q_r, v, k_r, keys, values, seed, dropout, Ps):
-    dk, dv = (torch.empty_like(t) if keys is None else t.new_empty(t.shape) for t in (k, v))
+def empty_gradients(g, q, k, q_r, v, k_r, all_k, all_v, seed, dropout, Ps):
+    dk, dv = (torch.empty_like(t) if all_k is None else t.new_empty(t.shape) for t in (k, v))
     return [torch.empty_like(q), dk, dv] + ([] if q_r is None else [torch.empty_like(q_r), torch.empty_like(k_r)])
 
 
 @_operator("blocked_attention", empty_attention)
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor, k_r: torch.Tensor | None,
-                      keys: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None, dropout: float,
+                      all_k: torch.Tensor | None, all_v: torch.Tensor | None, seed: torch.Tensor | None, dropout: float,
                       keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Causal attention by blocks of query rows, each against the keys up to its own last: half the products of a full T x T. With
     P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         q_r is None    out = P v                         v of any width
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
-    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). keys, values (N, S, as k and v): optional,
-    without q_r; all rows, of which k and v then are just the last, the only ones to get a gradient. seed: dropout's, () int64 on the
+    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). k, v: the rows that get a gradient.
+    all_k, all_v (N, S, as k and v): None or, without q_r, these rows after those of a memory that gets none. seed: dropout's, () int64 on the
     CPU, drawn by the caller so that a repeated forward pass gets the same one; None: no dropout, or the GPU's generator. keep: return each
     block's P as the second output, for the backward pass; otherwise that recomputes it, and memory is linear in T. In 16 bits scores are
     rounded, where PyTorch's fused operator keeps fp32: errors are 2 times as large if scores have standard deviation 1, 7 times if 9."""
-    k, v = (k, v) if keys is None else (keys, values)
+    k, v = (k, v) if all_k is None else (all_k, all_v)
     out, Ps = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), []
     for i, e in query_blocks(q, k):
         n, P = causal_weights(q, k, i, e, dropout, seed)                                 # P: (N, e - i, n)
@@ -613,12 +618,12 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
 
 @_operator("blocked_attention_backward", empty_gradients)
 def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None, v: torch.Tensor,
-                               k_r: torch.Tensor | None, keys: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None,
+                               k_r: torch.Tensor | None, all_k: torch.Tensor | None, all_v: torch.Tensor | None, seed: torch.Tensor | None,
                                dropout: float, Ps: list[torch.Tensor]) -> list[torch.Tensor]:
     "g (N, T, width of out), out's gradient -> those of q, k, v, and of q_r, k_r if given"
     new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # MPS keeps NaN if beta=0 (pytorch/pytorch, issue 194442)
     own = k.size(1)
-    k, v = (k, v) if keys is None else (keys, values)
+    k, v = (k, v) if all_k is None else (all_k, all_v)
     past = (k.size(1) - own) // 8 * 8  # earlier rows get no gradient; up to 7 get one in vain: products want multiples of 8, see query_blocks
     dq, dk, dv = map(new, (q, k[:, past:], v[:, past:]))
     if q_r is not None:
@@ -644,7 +649,7 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
         dscores = torch._softmax_backward_data(dP, P, -1, P.dtype)  # P * (dP - sum over keys of P * dP), in one pass
         dq[:, i:e].baddbmm_(dscores, k[:, :n], beta=0, alpha=scale * q.size(-1) ** -0.5)
         dk[:, :n - past].baddbmm_(dscores[:, :, past:].mT, q[:, i:e], beta=beta, alpha=scale * q.size(-1) ** -0.5)
-    if keys is not None:
+    if all_k is not None:
         dk, dv = (t[:, t.size(1) - own:].contiguous() for t in (dk, dv))
     return [dq, dk, dv] + ([] if q_r is None else [dq_r, dk_r])
 
@@ -658,9 +663,9 @@ def save_attention(ctx, inputs, output):
 def attention_gradients(ctx, g, _):
     if g is None:
         return (None,) * 10
-    q, k, q_r, v, k_r, keys, values, seed, *Ps = ctx.saved_tensors
+    q, k, q_r, v, k_r, all_k, all_v, seed, *Ps = ctx.saved_tensors
     with torch._C._DisableAutocast():  # may be on though it was off in forward, and would cast some products
-        dq, dk, dv, *more = blocked_attention_backward(g, q, k, q_r, v, k_r, keys, values, seed, ctx.dropout, Ps)
+        dq, dk, dv, *more = blocked_attention_backward(g, q, k, q_r, v, k_r, all_k, all_v, seed, ctx.dropout, Ps)
     dq_r, dk_r = more or (None, None)
     return dq, dk, dq_r, dv, dk_r, None, None, None, None, None
 
@@ -701,23 +706,23 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     # 1. Blocks of query rows, for T > 1 or given new: over a memory (T < S); on a CPU wherever way 2 is not taken; on a GPU where way 2 does
     #    not fit (heads or values above 256, the outer form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16,
     #    T 1024, one head of 768 with values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
-    # 2. PyTorch's fused operator (`flash` below), for heads and values up to 256. On a CPU with T > 1, for any width, but v as wide as q, and
+    # 2. PyTorch's fused operator (`fused` below), for heads and values up to 256. On a CPU with T > 1, for any width, but v as wide as q, and
     #    no gradients or dropout: forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.4 to 1.7 at
     #    T = 256, 0.9 at 1024. On a GPU one query without gradients, as in decoding, asks kernels.py's one_query_attention, which takes the same
     #    operator unless kernels.UNTRIED.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block with dropout.
     #    For T = 1, too, where heads are too wide for way 2: a fused kernel would have one multiprocessor read all of k and v.
-    flash = q_r is None and max(q.size(-1), v.size(-1)) <= 256
+    fused = q_r is None and max(q.size(-1), v.size(-1)) <= 256
     if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
-        flash = flash and q.size(-1) == v.size(-1)
+        fused = fused and q.size(-1) == v.size(-1)
     if T > 1 and q.device.type == "cpu":
-        flash = q_r is None and q.size(-1) == v.size(-1) and not dropout and not torch.is_grad_enabled()
-    if new is not None or T > 1 and (T < S or not flash and (q.device.type == "cpu" or T > v.size(-1))):
+        fused = q_r is None and q.size(-1) == v.size(-1) and not dropout and not torch.is_grad_enabled()
+    if new is not None or T > 1 and (T < S or not fused and (q.device.type == "cpu" or T > v.size(-1))):
         _reverse_mode_only("attention")
-        memory = (None, None) if new is None else (k.detach(), v.detach())
-        k, v = new or (k, v)  # the rows that get a gradient
+        all_k, all_v = (None, None) if new is None else (k.detach(), v.detach())         # memory and window, without a gradient
+        k, v = new or (k, v)                                                             # the rows that get one
         # autocast's dtype, as PyTorch's operator does
-        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, q_r, v, k_r, *memory)]
+        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, q_r, v, k_r, all_k, all_v)]
         # Keep P if q k^T is at most twice as large as q, k, v and the output together, counting T = S queries (P, causal, is half of it): on a
         # CPU 1.1 to 1.3 times as fast, both passes. Not when compiled: the list of blocks would fix T in the code. Always in a CUDA graph, as
         # only the GPU's generator draws anew at each replay, and so over a memory on a GPU, where steps must draw the same with and without it
@@ -726,9 +731,9 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         # with and without gradients alike: reentrant checkpointing runs forward once in each way
         seed = torch.randint(2**40, (), device="cpu") if dropout and not (keep and q.is_cuda) else None
         return blocked_attention(*flat, seed, dropout, keep and torch.is_grad_enabled())[0].unflatten(0, q.shape[:2])
-    if flash and T == 1 and q.is_cuda and not dropout and not torch.is_grad_enabled():
+    if fused and T == 1 and q.is_cuda and not dropout and not torch.is_grad_enabled():
         return one_query_attention(*(t.to(product_dtype(t)) for t in (q, k, v)), mask)
-    if flash:
+    if fused:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # T > 1 is no bool under torch.compile
     return plain_attention(q, k, v, q_r, k_r, dropout, mask)
 
@@ -742,12 +747,12 @@ HEAD_LOGITS = 2**26  # that exist at a time, on a GPU four times as many; a glob
 
 class HeadLoss(torch.autograd.Function):
     """Mean cross entropy, in nats, of softmax(x W^T): x (N, d), weight (V, d), targets (N,) int64 -> scalar, fp32 or wider. Targets of -100
-    do not count, as in F.cross_entropy. grads: whether backward may follow, which forward itself cannot see. Not for fp16 with gradients.
+    do not count, as in F.cross_entropy. may_backward: whether backward may follow, which forward itself cannot see. Not for fp16 with gradients.
 
     Takes x in slices of rows and computes each slice's gradients along with its logits: at most HEAD_LOGITS (see above) of the N x V logits
     exist at a time. The plain way keeps all, twice in 16 bits and twice in fp32: 40 GB for 65,536 tokens of GPT-2's vocabulary."""
     @staticmethod
-    def forward(ctx, x, weight, targets, grads):
+    def forward(ctx, x, weight, targets, may_backward):
         if x.dim() != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:  # one target would count for all rows
             raise ValueError(f"HeadLoss: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: expected (N, d), "
                              "(V, d), (N,)")
@@ -756,7 +761,7 @@ class HeadLoss(torch.autograd.Function):
         x_, w_, valid = x.to(dtype), weight.to(dtype), targets != -100
         targets, count = targets.masked_fill(~valid, 0), valid.sum()
         at_least_1 = count.clamp(min=1)  # where no target counts the loss is nan and the gradients are 0
-        of_x, of_w = (grads and needed for needed in ctx.needs_input_grad[:2])
+        of_x, of_w = (may_backward and needed for needed in ctx.needs_input_grad[:2])
         grads = of_x or of_w
         if grads and dtype == torch.float16:  # made before the loss is scaled: of 32,768 rows, V 2,000, they were 15% off
             raise TypeError("HeadLoss: its gradients do not fit fp16: take F.cross_entropy((x @ W.T).float(), ..), or bfloat16")
@@ -770,26 +775,26 @@ class HeadLoss(torch.autograd.Function):
             top = logits.amax(-1, keepdim=True)
             own = logits.gather(1, target) - top                                         # the target's, at most 0
             share = counts.to(logits.dtype) / at_least_1                                 # 1 / count, or 0
-            # loss = lse - own, lse = logsumexp(logits - top); p = (softmax(logits) - one-hot(target)) * share = d loss / d logits.
+            # loss = lse - own, lse = logsumexp(logits - top); dlogits = (softmax(logits) - one-hot(target)) * share.
             # Were top added back to both, rounding would put a loss of 1e-3 off by 0.1% at logits of 20.
-            if torch.compiler.is_compiling():  # one kernel each, that reads logits; a scatter would write and read all of p in fp32
+            if torch.compiler.is_compiling():  # one kernel each, that reads logits; a scatter would write and read all dlogits in fp32
                 lse = (logits - top).exp_().sum(-1, keepdim=True).log_()
                 own_column = target.int() == torch.arange(len(weight), dtype=torch.int32, device=x.device)  # int64 would take twice as long
-                p = ((logits - top - lse).exp() - own_column.to(logits.dtype)) * share
+                dlogits = ((logits - top - lse).exp() - own_column.to(logits.dtype)) * share
             else:  # in place: no second n x V numbers, and each e^x once
-                p = logits.sub_(top).exp_()
-                total = p.sum(-1, keepdim=True)
+                dlogits = logits.sub_(top).exp_()
+                total = dlogits.sum(-1, keepdim=True)
                 lse = total.log()
-                p = p.mul_(share / total).scatter_add_(1, target, -share) if grads else None
+                dlogits = dlogits.mul_(share / total).scatter_add_(1, target, -share) if grads else None
             loss = loss + (lse - own).masked_fill(~counts, 0).sum()
             if grads:
-                p = p.to(dtype)
+                dlogits = dlogits.to(dtype)
             if of_x:
-                torch.mm(p, w_, out=dx[i:i + n])
+                torch.mm(dlogits, w_, out=dx[i:i + n])
             if of_w:
-                part = (p.T @ rows).to(logits.dtype)                                     # of several slices summed in fp32
+                part = (dlogits.T @ rows).to(logits.dtype)                               # of several slices summed in fp32
                 dw = part if dw is None else dw.add_(part)
-            del logits, p  # or they would live beside the next slice's
+            del logits, dlogits  # or they would live beside the next slice's
         if grads:
             ctx.save_for_backward(dx, dw)
             ctx.dtypes = x.dtype, weight.dtype
@@ -800,12 +805,13 @@ class HeadLoss(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # once_differentiable would let a gradient pass for a constant
             raise NotImplementedError("HeadLoss is differentiable once, and create_graph=True asks for more: take F.cross_entropy(x @ W.T, ..)")
         if not (saved := ctx.saved_tensors):  # read once, as checkpointing wants
-            raise RuntimeError("HeadLoss: grads=False promised that no backward pass would follow: pass torch.is_grad_enabled()")
+            raise RuntimeError("HeadLoss: may_backward=False promised that no backward pass would follow: pass torch.is_grad_enabled()")
         one = False
         if g.device.type == "cpu" and not torch.compiler.is_compiling():
             with contextlib.suppress(RuntimeError):  # a fake tensor's, or under vmap
                 one = g.item() == 1  # as is usual; it spares a pass over all of dw
-        dx, dw = ((t if t is None or one else t.to(torch.promote_types(t.dtype, torch.float32)) * g) for t in saved)
+        # dx always anew: where x was a view of a leaf, autograd could make the saved tensor that leaf's .grad, and write to it
+        dx, dw = ((t if t is None or one and t is saved[1] else t.to(torch.promote_types(t.dtype, torch.float32)) * g) for t in saved)
         return *(t if t is None else t.to(dtype) for t, dtype in zip((dx, dw), ctx.dtypes)), None, None
 
 
@@ -879,9 +885,11 @@ def beside(device, step=True):
     with torch.cuda.device(device):
         now, side = torch.cuda.current_stream(), side_stream(torch.cuda.current_device(), step)
         side.wait_stream(now)
-        with torch.cuda.stream(side):
-            yield side
-        now.wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                yield side
+        finally:  # after an error, too: captured() then restores tensors that side's kernels may still be writing
+            now.wait_stream(side)
 
 
 def captured(work, device, keep=(), pool=None):
@@ -984,7 +992,7 @@ SHAQ_PRESETS = {                                                        # parame
     "layers2": dict(n_layer=2, attn_layers=(2,)),                       # 28,570,829                         29M
     "shaq": dict(rnn="qrnn", rnn_residual=True, gates=False, ff="none"),  # 26,452,173                       26M
 }
-all(SHAQConfig(**preset) for preset in SHAQ_PRESETS.values())  # a TypeError names a setting that there is not
+[SHAQConfig(**preset) for preset in SHAQ_PRESETS.values()]  # a TypeError names a setting that there is not
 # SHA-RNN's published code has 24,576 more, never read (qkvs, r_gate, and lnout, lnmid and lnmem of blocks that do not use these norms).
 # (*) Truncated, not rounded, as in section 5, where SHA-RNN is "53M"; dropping W_q would fit too, but then SHAQ would not reach 26M.
 # A second head costs no parameters: it is a slice of the channels. Table 2 has it in block 3 of 3; the text, which still counts the removed
@@ -1321,13 +1329,13 @@ class SHAQ(nn.Module):
                     n = min([n] + [p - 1 - m[2].size(1) for _, m in state if m is not None])          # m = C, W, H
                 if n:
                     rings = self.rings(state, n)
-                    one = None  # free the last window's graph first: with it goes its stream's cuBLAS workspace (torch 2.12 on)
-                    one = captured(step, idx.device, [new, *tensors(rings)])
+                    replay = None  # free the last window's graph first: with it goes its stream's cuBLAS workspace (torch 2.12 on)
+                    replay = captured(step, idx.device, [new, *tensors(rings)])
                     for _ in range(n):
                         if report:
                             report(len(out) - 1)
                         u.copy_(uniform[len(out) - 1])
-                        one()
+                        replay()
                         out.append(new.clone())
                     state = self.unrings(state, rings)
                 if len(out) <= max_new_tokens:

@@ -316,17 +316,19 @@ class Log:
                    f"next one it is kept in {', '.join(kept)}")
         self.file.seek(0)
         lines = self.file.read().splitlines(True) if resume_step is not None else []
-        keep = 0  # bytes
+        keep, reached = 0, -1  # bytes, and up to which step
         try:
             for i, line in enumerate(lines, 1):
                 record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
                 if record.get("step", -1) >= resume_step + (evaluated and "val_loss" in record) or not line.endswith(b"\n"):
                     break
-                keep += len(line)
+                keep, reached = keep + len(line), record.get("step", reached)
         except (ValueError, TypeError, AttributeError, RecursionError):  # a crash can only cut the last line short
             if i < len(lines):
                 write_atomic(f"{path}.damaged", lambda f: f.writelines(lines))
                 warn(f"note: {path}, line {i} is damaged; it and all that follows is dropped, but kept in {path}.damaged")
+        if resume_step is not None and reached < resume_step - 1:
+            warn(f"note: {path} lacks the steps from {reached + 1} to {resume_step - 1}: a plot against time would be that much too early")
         self.file.truncate(keep)
         self(**first)
 
@@ -336,6 +338,9 @@ class Log:
         try:
             if self.file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if "val_loss" in record:  # then a checkpoint may follow, which will be on disk
+                with contextlib.suppress(OSError):
+                    os.fsync(self.file.fileno())
         except OSError as e:
             with contextlib.suppress(OSError):
                 self.file.truncate(end)  # whole records only
@@ -344,10 +349,11 @@ class Log:
             self.path = None  # said once
 
 
-def start_log(m, s, c, model, data, step, evaluated, written):
-    """-> (main()'s log function, a no-op except on rank 0; the software versions, for checkpoints). step: the checkpoint's, if the run
-    resumes, else None; written: its mtime. Dies if the processes are not of one run: replicas would drift apart unseen."""
-    for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=data.source, checkpoints=step).items():
+def start_log(m, s, c, model, data, ckpt):
+    """-> (main()'s log function, a no-op except on rank 0; the software versions, for checkpoints). ckpt: what the run resumes, or None.
+    Dies if the processes are not of one run: replicas would drift apart unseen."""
+    done = [ckpt[k] for k in ("step", "evaluated", "written")] if ckpt else []
+    for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=data.source, checkpoints=done[:1]).items():
         if not m.same(mine):
             die(f"the processes differ in their {what}: type the same command, with --compile, whose default hangs on what is installed, "
                 "on each machine, with --data_dir and --out_dir that all share")
@@ -356,11 +362,11 @@ def start_log(m, s, c, model, data, step, evaluated, written):
     if m.rank > 0:
         return lambda **record: None, versions
     first = dict(settings=s, config=c, params=sum(p.numel() for p in model.parameters()), machine=m.note, versions=versions)
-    files = 1 if step is not None else 3 if "preset" in s else 2  # still to come: ckpt.pt, SHAQ's best.pt, and what replaces one of them
+    files = 1 if ckpt else 3 if "preset" in s else 2  # still to come: ckpt.pt, SHAQ's best.pt, and what replaces one of them
     want, free = files * 12 * first["params"], shutil.disk_usage(s["out_dir"]).free  # weights and the optimiser's two means in fp32
     if free < want:
         warn(f"note: {s['out_dir']} has {free / 1e6:,.0f} MB free, checkpoints want {want / 1e6:,.0f}: free some space meanwhile")
-    return Log(os.path.join(s["out_dir"], "log.jsonl"), first, step, evaluated, written), versions
+    return Log(os.path.join(s["out_dir"], "log.jsonl"), first, *done), versions
 
 
 class StopSignal:
@@ -390,12 +396,17 @@ def duration(seconds):
     return f"{s // 3600}h{s // 60 % 60:02}m" if s >= 3600 else f"{s // 60}m{s % 60:02}s"
 
 
+def as_typed(value):
+    """(2, 4) -> '2,4', () -> 'none', True -> '1': a setting as a flag takes it"""
+    return ",".join(map(str, value)) or "none" if isinstance(value, (tuple, list)) else str(int(value) if isinstance(value, bool) else value)
+
+
 def unchanged(typed, stored, free):
     """Die if a flag typed on --resume differs from the checkpoint's setting, unless it is one of those that are free to change."""
     for name, value in typed.items():
         if name in stored and name not in free and stored[name] != value:
-            die(f"--{name}={value}: the checkpoint was trained with {stored[name]}; " + "--max_steps=N goes on to step N, " * (
-                name == "max_minutes") + "drop the flag, or start anew without --resume in another --out_dir")
+            die(f"--{name}={as_typed(value)}: the checkpoint was trained with {as_typed(stored[name])}; "
+                + "--max_steps=N goes on to step N, " * (name == "max_minutes") + "drop the flag, or start anew without --resume in another --out_dir")
 
 
 def shorten(s, asked, step, pace, say):
@@ -616,7 +627,8 @@ def load_dataset(name, data_dir="data"):
     if not os.path.isfile(path):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.stat(path)  # report a folder that we may not read as just that: preparing the data again would fail, too
-        close = "" if name in DATASETS else nearest(name.lower(), DATASETS)
+        own = [meta.parent.name for meta in pathlib.Path(data_dir).glob("*/meta.json")]
+        close = "" if name in DATASETS else nearest(name, own) or nearest(name.lower(), DATASETS)
         die(f"data set {name!r} is not prepared in {data_dir}{close}; type: {hint}")
     try:
         with open(path, "rb") as f:
@@ -645,6 +657,14 @@ def shared_dataset(s, m):
     for split in filter(None, (data.train, data.val, data.test)):
         split[:2**20]  # finds most cases of tokens outside the vocabulary before an earlier run's files are moved
     return data
+
+
+def check_source(ckpt, path, data, same=True):
+    "Die if the checkpoint was trained on other data or, unless same, on data of another tokenizer. ckpt may be None"
+    was = data.source | ckpt["data"] if ckpt else data.source  # old checkpoints say less
+    if was["tokenizer"] != data.tokenizer or same and was != data.source:
+        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**d) for d in (was, data.source))
+        die(f"{path} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew" + " without --resume" * same)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

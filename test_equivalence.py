@@ -533,7 +533,7 @@ def test_hadamard_operators_pass_opcheck():
     for dtype in (torch.float32, torch.bfloat16):
         rows = x.detach().to(dtype)
         torch.library.opcheck(kernels._hadamard_kept, (rows.requires_grad_(), alpha, beta, 0.2, 2, False))
-        # without derivatives of its own: where those are wanted, _backward_kept writes out the same
+        # without derivatives of its own: where those are wanted, _derive_hadamard_kept writes out the same
         for kept in (True, False):
             torch.library.opcheck(kernels._hadamard_backward, (rows.detach(), dy.detach().to(dtype), alpha.detach(), 0.2, 2, False, kept))
 
@@ -542,15 +542,14 @@ def test_hadamard_operators_keep_no_more_than_their_gradients_want():
     "The gradient of x depends on x of no linear map: as with fixed vectors, x may be written over, and is not kept"
     x, v, kept = randn(50, 48, grad=True), [randn(48) for _ in range(4)], []
     for f, numbers in ((hadamard_transform, 0), (lambda h: hadamard_affine(h, *v[:2]), 48),
-                       (lambda h: hadamard_affine(h, v[0], v[1].requires_grad_()), None)):
+                       (lambda h: hadamard_affine(h, v[0], v[1].requires_grad_()), 48)):
         h, expected = x * 1, torch.autograd.grad(f(x).sum(), x)[0]
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
             f(h)
-        assert numbers is None or sum(kept) == numbers
+        assert sum(kept) == numbers
         y = f(h)
-        if numbers is not None:
-            h.detach().mul_(2)
+        h.detach().mul_(2)
         with torch.no_grad():
             v[1].mul_(3)  # of beta the gradients want its dtype alone
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
@@ -1567,7 +1566,7 @@ def test_gpt_sees_no_later_token_and_rope_only_distances():
     angle = 9 * 10000 ** (-torch.arange(4) / 4)
     assert torch.allclose(at(torch.tensor([1.0, 0.0] * 4), 9), torch.stack((angle.cos(), angle.sin()), -1).flatten(), atol=1e-5)
     assert torch.allclose(at(q, 9) @ at(k, 4), at(q, 35) @ at(k, 30), atol=1e-5) and torch.allclose(at(q, 9).norm(), q.norm())
-    for x in (torch.randn(2, 8, 3, 40).permute(0, 3, 2, 1), torch.randn(2, 40, 3, 9)[..., 1:], torch.randn(2, 40, 3, 16)[..., ::2]):
+    for x in (torch.randn(2, 8, 3, 40).permute(0, 3, 2, 1), *(torch.randn(2, 40, 3, n)[..., 1:9] for n in (9, 10)), torch.randn(2, 40, 3, 16)[..., ::2]):
         assert torch.equal(model_py.rope(x, cos, sin), model_py.rope(x.contiguous(), cos, sin))  # of any strides
     far = torch.arange(100_001, dtype=torch.float64)[:, None, None] * 10000 ** (-torch.arange(4, dtype=torch.float64) / 4)
     for table, exact in zip(model_py.rope_table(100_001, 8), (far.cos(), far.sin())):
@@ -1717,7 +1716,7 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
     x, W, y = torch.randn(7, 8, requires_grad=True), torch.randn(50, 8), torch.arange(7)
     for wrong in ((x, W, y[:1]), (x[None], W, y), (x, W.T, y)):  # one target counted for all rows
         refuses(lambda: model_py.HeadLoss.apply(*wrong, True), "HeadLoss", "expected (N, d), (V, d), (N,)")
-    refuses(lambda: model_py.HeadLoss.apply(x, W, y, False).backward(), "grads=False", kind=RuntimeError)
+    refuses(lambda: model_py.HeadLoss.apply(x, W, y, False).backward(), "may_backward=False", kind=RuntimeError)
     refuses(lambda: model_py.HeadLoss.apply(x.half(), W.half(), y, True), "fit fp16", kind=TypeError)  # of many rows they are too small for it
     assert model_py.HeadLoss.apply(x.half(), W.half(), y, False).isfinite()
     refuses(lambda: m(idx[0]), "idx has shape (5,)", "expected (B, T)")
@@ -1984,7 +1983,7 @@ def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
         y[torch.randperm(10)[:left_out]] = -100
         loss, exact = model_py.HeadLoss.apply(x, w, y, True), F.cross_entropy(x @ w.T, y)
         assert error(loss.detach(), exact.detach()) < 1e-12
-        for scale in (1, 3):
+        for scale in (1, 3):  # 1: the gradients as forward made them
             for a, b in zip(*(torch.autograd.grad(scale * v, (x, w), retain_graph=True) for v in (loss, exact))):
                 assert error(a, b) < 1e-12
         x, w, y = torch.tensor([[8.0, 1e4]], requires_grad=True), torch.tensor([[1.0, 1.0], [0.0, 1.0]]), torch.tensor([0])
@@ -2000,6 +1999,13 @@ def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
             (leaf,) = (t for t in (x, w) if t.requires_grad)
             assert error(leaf.grad, torch.autograd.grad(2 * F.cross_entropy(x @ w.T, torch.arange(4)), leaf)[0]) < 1e-12
     loss = model_py.HeadLoss.apply(x := randn(4, 6, grad=True), w := randn(7, 6), torch.arange(4), True)
+    leaf = randn(2, 2, 6, grad=True)  # through a view of it: its gradient is not what backward keeps
+    of_view = model_py.HeadLoss.apply(leaf.flatten(0, 1), w, torch.arange(4), True)
+    of_view.backward(retain_graph=True)
+    first = leaf.grad.clone()
+    for times in (1, 2, 3):
+        assert torch.equal(leaf.grad, times * first)
+        of_view.backward(retain_graph=True)
     several = torch.autograd.grad(loss, x, torch.ones(2).double(), is_grads_batched=True, retain_graph=True)[0]
     assert error(several[1], torch.autograd.grad(loss, x)[0]) < 1e-12  # under vmap g has no number
     penalty = lambda: torch.autograd.grad(model_py.HeadLoss.apply(x, w, torch.arange(4), True), x, create_graph=True)
@@ -2198,7 +2204,7 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
             return super().forward(x) + 1
 
     m = make(double=True, attn_out="hadamard", dropout=0.5).train()  # the one pass has no dropout in it
-    other, seen = make(double=True, attn_out="hadamard", n_layer=9), []  # nor a norm or an attention that is another's, or has a hook
+    other, seen = make(double=True, attn_out="hadamard", n_layer=10), []  # nor a norm or an attention that is another's, or has a hook
     for block in [*m.h, *other.h]:
         block.attn.one_pass = True
     for i, norm in enumerate((Shifted(48), nn.LayerNorm(48, elementwise_affine=False), nn.RMSNorm(48))):  # no weight; no eps
@@ -2210,13 +2216,14 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
     other.h[7].attn.register_forward_hook(lambda *a: seen.append(a[2].shape == (2, 9, 48)))
     other.h[8].attn = nn.Identity()
     other.h[8].attn.forward = lambda x, *a: x
+    other.h[9].attn.resid_dropout.register_forward_hook(lambda *a: seen.append(9))
     with patched(model_py, "hadamard_affine_norm", None):
         m(idx.as_subclass(Cuda))
         for module in m.modules():  # Monte Carlo dropout
             module.training = isinstance(module, nn.Dropout)
         m(idx.as_subclass(Cuda))
         other(idx.as_subclass(Cuda))
-    assert seen == [3, 4, 6, True]
+    assert seen == [3, 4, 6, True, 9]
     monkeypatch.setitem(CHOICES, "attn_out", ["signed_hadamard"])  # one to come has its formula in the two steps alone
     assert not any(block.attn.one_pass for block in make(attn_out="signed_hadamard").h)
 
@@ -2258,6 +2265,21 @@ def test_gpt_casts_do_not_round_the_angles():
     assert torch.equal(m.to(torch.bfloat16).cos, cos)
     exact = model_py.rope_table(m.config.block_size, m.config.n_embd // m.config.n_head, dtype=torch.float64)
     assert torch.equal(m.double().cos, exact[0]) and torch.equal(m.sin, exact[1]) and torch.equal(m.float().cos, cos)
+
+
+def test_gpt_that_leaves_the_meta_device_is_the_model_made_here():
+    for tie in (True, False):
+        wanted = GPT(config := GPTConfig(**NANO, tie_weights=tie))
+        with torch.device("meta"):
+            m = GPT(config)
+        m.to_empty(device="cpu")
+        assert (m.lm_head.weight is m.wte.weight) == tie and m.num_params() == wanted.num_params()
+        assert torch.equal(m.cos, wanted.cos) and [*dict(m.named_parameters())] == [*dict(wanted.named_parameters())]
+        m.load_state_dict(wanted.state_dict())
+        idx = torch.randint(m.config.vocab_size, (2, 7))
+        assert torch.equal(m(idx), wanted(idx))
+    m.lm_head = nn.Identity()  # a trunk for a head of one's own moves, too
+    assert m.to(torch.float64).wte.weight.dtype == torch.float64
 
 
 # -----------------------------------------------------------------------------
@@ -2651,8 +2673,8 @@ def test_train_settings_are_the_papers(monkeypatch, capsys):
     keys = "batch_tokens lr min_lr warmup_steps max_steps eval_interval eval_tokens"
     assert settled(train_gpt, keys, size="nano") == [2048, 2e-3, 1e-4, 50, 3000, 250, 2**16]  # ours
     assert settled(train_gpt, "min_lr", size="nano", lr=1e-5) == [1e-5]  # else the cosine would climb
-    assert settled(train_gpt, "min_lr", size="dva_book", min_lr=1.0) == [1.0]  # which nothing reads there
     for script in (train_gpt, train_shaq):
+        fails(capsys, lambda: settled(script, "min_lr", min_lr=1e-5, schedule="constant"), "--min_lr=1e-05", "--schedule=cosine")
         fails(capsys, lambda: settled(script, "min_lr", lr=1e-5, min_lr=2e-5, schedule="cosine"), "--min_lr=2e-05 is above --lr=1e-05")
     keys = "attn_layers optimizer lr warmup_steps weight_decay grad_clip epochs schedule batch bptt mem_len dropout max_minutes seed"
     wanted = [(2,), "lamb", 2e-3, 800, 1.2e-6, 0.25, 32, "constant", 16, 1024, 5000, 0.1, 0.0, 1337]
@@ -4091,14 +4113,15 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
         side.wait_stream.assert_called_once_with(now)
         assert streams.pop() and not now.wait_stream.called
     now.wait_stream.assert_called_once_with(side)
-    works = lambda: ran.append(kept.add_(1)), lambda: ran.append(kept.add_(1)) or 1 / (len(ran) % 2)
+    works = (lambda: ran.append(kept.add_(1)), lambda: ran.append(kept.add_(1)) or 1 / (len(ran) % 2),
+             lambda: ran.append(kept.add_(1)) or ran.append(1 / 0))  # fails in recording, or before it, while side still writes kept
     for enabled, shared, work in itertools.product((True, False), (None, "pool"), works):
         (gc.enable if enabled else gc.disable)()
         ran.clear(), recorded.clear(), collected.clear(), now.reset_mock(), side.reset_mock()
         try:
             assert model_py.captured(work, GPU, [kept], shared) == "replay" and len(ran) == 2 and len(recorded) == 1
         except ZeroDivisionError:
-            assert len(ran) == 2 and not recorded
+            assert len(ran) == 1 + (work is not works[2]) and not recorded
         finally:
             was = gc.isenabled()
             gc.enable()
@@ -4724,7 +4747,8 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         one_line(train_shaq_here(stage2, "--size=paper"), "is of --size=laptop, and stage 2 goes on with its model: drop --size=paper")
         torch.save(best | dict(settings=best["settings"] | dict(epochs=32)), tmp_path / "paper.pt")
         one_line(train_shaq_here(f"--stage2={tmp_path / 'paper.pt'}", "--size=laptop"), "is of --size=paper")
-        one_line(train_shaq_here(stage2, "--n_layer=3"), "another model")
+        for flag, was in (("--n_layer=3", 4), ("--n_head=2", 1), ("--rnn_residual=1", 0), ("--memory=none", "full"), ("--attn_layers=none", 3)):
+            one_line(train_shaq_here(stage2, flag), f"is of {flag.partition('=')[0]}={was}, and stage 2 goes on with its model: drop {flag}")
         for out in ("whole", "whole/../whole"):
             one_line(train_shaq_here(stage2, out=out), "type another --out_dir")
         assert (tmp_path / "whole/best.pt").exists()
@@ -5458,6 +5482,7 @@ def test_data_inputs_add_up_without_byte_order_marks(tmp_path, capsys, monkeypat
     monkeypatch.chdir(tmp_path)
     pd.main(["--input", "a", "--name=z"])
     assert capsys.readouterr().out.endswith("train_gpt.py --dataset=z --out_dir=out/z\n") and os.path.exists("data/z/meta.json")
+    fails(capsys, lambda: pd.load_dataset("zz"), "'zz' is not prepared in data; did you mean z?")
     for n, words in ((2560, "note: 256 tokens to validate on"), (2570, "")):  # a window of 256 takes 257
         (tmp_path / "n").write_bytes(bytes(n))
         pd.main(["--input", "n", "--name=n"])
@@ -5645,7 +5670,7 @@ def test_data_a_log_is_gone_on_with_from_the_checkpoint_and_a_damaged_one_from_i
         (tmp_path / "log.jsonl").write_text(
             '{"settings": {}}\n{"step": 1, "loss": 1}\n{"step": 2, "val_loss": 1}\n{"step": 2, "loss": 1}\n')
         pd.Log(path, dict(resumed=True), 2, evaluated).file.close()
-        assert records(tmp_path)[2:] == [dict(step=2, val_loss=1)] * evaluated + [dict(resumed=True)]
+        assert records(tmp_path)[2:] == [dict(step=2, val_loss=1)] * evaluated + [dict(resumed=True)] and not capsys.readouterr().err
     for last in (True, False):
         lines = ['{"settings": {}}', '{"step": 0}', damage] + ([] if last else ['{"step": 1}', damage])
         (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n" * (not last))
@@ -5655,7 +5680,7 @@ def test_data_a_log_is_gone_on_with_from_the_checkpoint_and_a_damaged_one_from_i
     assert (tmp_path / "log.jsonl.damaged").read_text() == "\n".join(lines) + "\n"  # all of it
     (tmp_path / "log.jsonl").write_text('{"settings": {}}\n{"step": 0}')  # cut short by no more than its end
     pd.Log(path, dict(resumed=True), resume_step=2).file.close()
-    assert records(tmp_path) == [dict(settings={}), dict(resumed=True)]
+    assert records(tmp_path) == [dict(settings={}), dict(resumed=True)] and "lacks the steps from 0 to 1:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("earlier", [[], ["ckpt.pt"]])
@@ -5852,12 +5877,12 @@ def test_data_origin_is_recorded_without_passwords_and_keys(tmp_path, capsys):
 
 
 def test_train_disk_too_small_for_checkpoints_is_said_at_the_start(tmp_path, monkeypatch, capsys):
-    one = SimpleNamespace(rank=0, note="", same=lambda what: True)
+    one, saved = SimpleNamespace(rank=0, note="", same=lambda what: True), dict(step=0, evaluated=False, written=None)
     size = 12 * 100 * 2500
-    for (resumed, shaq, files), enough in itertools.product(((None, {}, 2), (None, dict(preset="shaq"), 3), (5, {}, 1)), (False, True)):
+    for (resumed, shaq, files), enough in itertools.product(((None, {}, 2), (None, dict(preset="shaq"), 3), (saved, {}, 1)), (False, True)):
         free, words = files * size + enough - 1, "" if enough else f"note: {tmp_path} has {3 * files} MB free, checkpoints want {3 * files}:"
         monkeypatch.setattr(pd.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-        pd.start_log(one, dict(out_dir=str(tmp_path)) | shaq, {}, nn.Linear(2499, 100), SimpleNamespace(source={}), resumed, False, None)
+        pd.start_log(one, dict(out_dir=str(tmp_path)) | shaq, {}, nn.Linear(2499, 100), SimpleNamespace(source={}), resumed)
         err = capsys.readouterr().err
         assert err.startswith(words) and bool(err) == bool(words)
 
@@ -6886,7 +6911,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
     assert "\nLayerNorm that follow it, the second, on a GPU, against" in capsys.readouterr().out  # its docstring, without the source's indentation
 
 
-def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
+def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch, capsys):
     asked, made = [], []
     monkeypatch.setattr(bench, "load_dataset", lambda *a: asked.append(a) or sys.exit(3))
     for argv in (["compare", "--set=size=dva_book"], ["compare", "--set=dataset=x", "--set=data_dir=y"], ["compare", "--model=shaq"],
@@ -6908,6 +6933,7 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
     assert compared() == [gpt | dict(attn_out=out) for out in bench.OUTS]
     assert compared("--model=shaq") == [small | dict(bptt=64, preset=preset) for preset in ("sharnn", "shaq")]
     assert compared("--model=shaq", "--set=", "--variant=", "--variant=lr=1") == [{}, dict(lr=1)]
+    fails(capsys, lambda: compared("--variant=size=gpt2_book", "--variant=size=dva_book"), "--variant names a size", "type one, such as --set=")
     assert compared("--set=", "--set=lr=2,n_layer=3", "--set=", "--variant=", "--variant=lr=1") == [
         dict(lr=2, n_layer=3), dict(lr=1, n_layer=3)]
     assert len(compared("--set=size=tiny", "--variant=", "--variant=block_size=1024")) == 2  # as long as the first, which does not name it
@@ -6928,7 +6954,8 @@ def test_bench_compare_reads_the_data_of_its_recipe(monkeypatch):
         with patched(bench, "start", lambda args: model_py.Machine(torch.device("cuda"), torch.float32, 0, 1, "")):
             typed = compared(f"--model={kind}")[-1]
         (mine, c), (cpu, theirs) = (script.settle(given, {}, SimpleNamespace(device=torch.device(on))) for given, on in ((typed, "cuda"), ({}, "cpu")))
-        assert [mine[k] for k in ("lr", "max_steps", "warmup_steps")] == [cpu[k] for k in ("lr", "max_steps", "warmup_steps")]
+        keys = "lr", "max_steps", "warmup_steps", "schedule"
+        assert [mine[k] for k in keys] == [cpu[k] for k in keys]
         assert {k: c[k] for k in theirs} == theirs
     for given, batch in ((), 2048), (("--set=",), None):  # named and empty is no setting; not named, a CPU's
         compared(*given, what="scaling")

@@ -25,8 +25,8 @@ import torch
 from kernels import hadamard_path, triton
 from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine,
                    param_groups, peak_flops, sample_text, schedule_notes)
-from prepare_data import (Parser, StopSignal, die, dispensable, diverged, duration, end_progress, flag01, number, one_line, progress, report,
-                          run, shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
+from prepare_data import (Parser, StopSignal, check_source, die, dispensable, diverged, duration, end_progress, flag01, number, one_line,
+                          progress, report, run, shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; typed flags override them. [1] and [2] are the papers listed in model.py.
@@ -115,6 +115,8 @@ def settle(typed, stored, m):
     s |= RECIPES.get((s | stored | typed)["size"], RECIPES["large"]) | stored | typed
     if "min_lr" in s and "min_lr" not in (stored | typed):
         s["min_lr"] = min(s["min_lr"], s["lr"])  # nano's could be above a low --lr: the cosine would climb
+    if s["schedule"] == "constant" and "min_lr" in typed:
+        die(f"--min_lr={s['min_lr']:g}: the learning rate is constant here: drop the flag, or add --schedule=cosine")
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
         die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
     s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # max_steps is settled: --resume ignores max_minutes
@@ -252,10 +254,7 @@ def main():
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     data = shared_dataset(s, m)
-    trained_on = data.source | ckpt["data"] if ckpt else data.source  # old checkpoints say less
-    if trained_on != data.source:
-        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**d) for d in (trained_on, data.source))
-        die(f"{path} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew without --resume")
+    check_source(ckpt, path, data)
 
     # divide the batch now, so as to fail before the model, which may take minutes
     T = GPTConfig(**c).block_size
@@ -301,7 +300,7 @@ def main():
 
     flops = model.flops_per_token()
     peak, peak_from = peak_flops(m)
-    log, versions = start_log(m, s, c, model, data, first if ckpt else None, evaluated is not None, ckpt and ckpt["written"])
+    log, versions = start_log(m, s, c, model, data, ckpt)
     # Other ranks wait here for rank 0, which may have died above. StopSignal comes later: with it, torchrun's SIGTERM would not end them
     m.parallel(model)
     update = stepper(model, optimizer, s, m, accumulate)

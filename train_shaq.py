@@ -26,8 +26,8 @@ import torch
 from kernels import triton
 from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint,
                    lr_at, machine, peak_flops, sample_text, schedule_notes)
-from prepare_data import (Parser, StopSignal, die, dispensable, diverged, duration, end_progress, flag01, number, one_line, progress, report,
-                          run, shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
+from prepare_data import (Parser, StopSignal, as_typed, check_source, die, dispensable, diverged, duration, end_progress, flag01, number,
+                          one_line, progress, report, run, shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings: the published ones, by default on CUDA, or a model that learns something in three minutes on a CPU
@@ -106,6 +106,8 @@ def settle(typed, stored, m):
     s |= SIZES[(s | stored | typed)["size"]]
     s |= SHAQ_PRESETS[(s | stored | typed)["preset"]] | stored | typed
     s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # max_steps is settled: --resume ignores max_minutes
+    if s["schedule"] == "constant" and "min_lr" in typed:
+        die(f"--min_lr={s['min_lr']:g}: the learning rate is constant here: drop the flag, or add --schedule=cosine")
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
         die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
     return s, {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s} | dict(mean_window=s["bptt"])
@@ -227,9 +229,9 @@ def main():
     if ckpt:  # older ones name no size; of the two only paper has epochs
         stored.setdefault("size", "paper" if "epochs" in stored else "laptop")
     if stage2:
-        for k in ("preset", "size"):
+        for k in ("preset", "size", "rnn", "ff", "memory", "gates", "rnn_residual", "attn_layers", "n_layer", "n_head", "n_embd"):
             if typed.get(k, stored[k]) != stored[k]:
-                die(f"{stage2} is of --{k}={stored[k]}, and stage 2 goes on with its model: drop --{k}={typed[k]}")
+                die(f"{stage2} is of --{k}={as_typed(stored[k])}, and stage 2 goes on with its model: drop --{k}={as_typed(typed[k])}")
         # the warm-up stays as it was
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
         stored = {k: v for k, v in stored.items() if k not in {"min_lr", "eval_interval", *typed}}  # a new run: any flag may be typed
@@ -239,10 +241,7 @@ def main():
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     data = shared_dataset(s, m)
-    trained_on = data.source | ckpt["data"] if ckpt else data.source  # old checkpoints say less
-    if trained_on["tokenizer"] != data.tokenizer or resume and trained_on != data.source:
-        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**d) for d in (trained_on, data.source))
-        die(f"{origin} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew")
+    check_source(ckpt, origin, data, resume)
     if s["batch"] % m.world:
         die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take "
             + ("" if resume else f"a multiple of {m.world}, or ") + "another number of processes")
@@ -261,10 +260,7 @@ def main():
     first, epoch, at, state = 0, 0, 0, None  # the next step: its number, epoch, position in the streams and incoming state
     best, minutes, evaluated = math.inf, 0.0, None
     if ckpt:
-        try:
-            model.load_state_dict(ckpt.pop("model"))  # pop, to free 12 bytes a parameter, the optimiser's included
-        except RuntimeError:
-            die(f"{origin} holds another model than these flags make: drop those that change it")
+        model.load_state_dict(ckpt.pop("model"))  # pop, to free 12 bytes a parameter, the optimiser's included
     if resume:
         for group in ckpt["optimizer"]["param_groups"]:
             group["lr"] = 0.0  # CUDA graphs make it a tensor
@@ -272,8 +268,7 @@ def main():
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = each(ckpt.pop("state"), lambda t: t[streams.start:streams.stop].to(m.device))  # this process's streams
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
-    before, written = (ckpt["settings"]["max_steps"], ckpt["written"]) if resume else (None, None)
-    ckpt = None  # frees what is left: for stage 2 the old optimiser's state
+    ckpt = ckpt if resume else None  # frees stage 2 of the old optimiser's state
     if s["compile"]:
         model.compile()
     per_epoch = length / average_length(s["seed"], s["bptt"]) + 0.5  # + 0.5: on average half of the last is cut off
@@ -286,7 +281,7 @@ def main():
 
     parts, flops = model.param_breakdown(), model.flops_per_token(s["bptt"])
     peak, peak_from = peak_flops(m)
-    log, versions = start_log(m, s, c, model, data, first if resume else None, evaluated is not None, written)
+    log, versions = start_log(m, s, c, model, data, ckpt)
     # Other ranks wait here for rank 0, which may have died above. StopSignal comes later: with it, torchrun's SIGTERM would not end them
     m.parallel(model)
     update = stepper(model, optimizer, s, m)
@@ -297,7 +292,7 @@ def main():
         f"about {per_epoch:,.0f} steps an epoch")
     say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}, {'compiled' if s['compile'] else 'not compiled'}"
         f"{', steps as CUDA graphs' * update.on}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
-    schedule_notes(s, first, before, say)
+    schedule_notes(s, first, ckpt and ckpt["settings"]["max_steps"], say)
 
     def save(step, where=path):
         "To be called on every rank: each holds its own streams' state, and all wait until the file is written"
