@@ -215,7 +215,8 @@ def test_hadamard_transform_is_the_dense_product():
     for n in (1, 2, 4, 12, 16, 20, 24, 28, 36, 44, 60, 96, 128, 640, 768, 1024, 1536, 2560):
         x, H = randn(5, n), hadamard_matrix(n, torch.float64)
         assert error(hadamard_transform(x), x @ H) < 1e-12 and error(hadamard_transform(x, 0.3), 0.3 * (x @ H)) < 1e-12
-        assert torch.equal(hadamard_transform(torch.eye(n)), hadamard_matrix(n))                                     # one-hot rows
+        for scale in (1.0, 0.5):  # one-hot rows, of several blocks
+            assert torch.equal(hadamard_transform(torch.eye(n), scale), scale * hadamard_matrix(n))
         ints = torch.randint(-8, 9, (3, n))
         assert torch.equal(hadamard_transform(ints.float()), (ints @ hadamard_matrix(n, torch.int64)).float())       # bit for bit
 
@@ -1750,8 +1751,11 @@ def test_gpt_blocked_attention_takes_more_rows_of_wide_heads_in_16_bits():
         q, k = (torch.randn(1, n, width, dtype=dtype) for n in (T, S))
         assert model_py.query_blocks(q, k) == blocks
         P = torch.softmax((q.double() @ k.double().mT * width ** -0.5).masked_fill(torch.ones(T, S).triu(1 + S - T) > 0, -math.inf), -1)
-        y, _ = blocked_attention(q, k, None, k, None, None, None, None, 0.0, False)
+        with patched(torch, "bmm", wraps=torch.bmm) as products:
+            y, _ = blocked_attention(q, k, None, k, None, None, None, None, 0.0, False)
         assert error(y, P @ k.double()) < (1e-6 if dtype == torch.float32 else 0.01)
+        # of scores, then values; a block takes no keys after its last row's
+        assert [c.args[1].size(2) for c in products.call_args_list[::2]] == [S - T + e for _, e in blocks]
     assert model_py.query_blocks(*torch.empty(2, 1, 1100, 8, device="meta")) == [(0, 512), (512, 1024), (1024, 1100)]  # as on a GPU
 
 
@@ -1829,7 +1833,7 @@ def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
             wide.generate(x, 3, 0)
         assert captured.call_count == graphs and hidden.call_args_list[1].args[1][0][0].size(2) == min(stride, 18)
     with torch.autocast("cpu", torch.bfloat16):  # the cache stays in fp32
-        assert m.generate(idx, 9).shape == (3, 14)
+        assert m.generate(idx, 9).shape == (3, 14) and {t.dtype for layer in m.new_cache(1) for t in layer} == {torch.float32}
     fresh = torch.Generator().manual_seed(8)
     assert not torch.equal(m.generate(idx, 40, 1.0, None, fresh), m.generate(idx, 40, 1.0, None, fresh))
     before = fresh.get_state()
@@ -2224,6 +2228,17 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
         m(idx.as_subclass(Cuda))
         other(idx.as_subclass(Cuda))
     assert seen == [3, 4, 6, True, 9]
+    m, dtypes = make(attn_out="hadamard"), []  # under autocast the sum of branches and the layer's vectors stay as they are
+    for block in m.h:
+        block.attn.one_pass = True
+        block.register_forward_hook(lambda block, x, y: dtypes.append(y.dtype))
+    for name, real in (("hadamard_affine", hadamard_affine), ("hadamard_affine_norm", hadamard_affine_norm)):
+        monkeypatch.setattr(model_py, name, lambda y, *a, real=real: dtypes.extend(t.dtype for t in a if isinstance(t, torch.Tensor)) or real(y, *a))
+    for x, vectors in ((idx, 2), (idx.as_subclass(Cuda), 5)):  # alpha, beta; with the residual and the norm's
+        dtypes.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            m(x)
+        assert dtypes == [torch.float32] * (vectors + 1) * len(m.h)
     monkeypatch.setitem(CHOICES, "attn_out", ["signed_hadamard"])  # one to come has its formula in the two steps alone
     assert not any(block.attn.one_pass for block in make(attn_out="signed_hadamard").h)
 
@@ -2336,8 +2351,8 @@ def test_dva_peak_memory_is_near_that_of_attention():
         dy = torch.randn(2, T, d)
         peaks[attn, n_head] = np.cumsum(memory_events(lambda: torch.autograd.grad(layer(x), [x, *layer.parameters()], dy))).max()
     print({k: f"{v / 2**20:.1f} MiB" for k, v in peaks.items()})
-    for n_head in (1, 12):  # the paper's own shape is 1 head against 12
-        assert peaks["dva", n_head] <= 1.6 * peaks["mha", 12] and peaks["dva_outer", n_head] <= 2.2 * peaks["mha", 12], peaks
+    for n_head, most in ((1, 0.9), (12, 1.35)):  # the paper's own shape is 1 head against 12
+        assert peaks["dva", n_head] <= most * peaks["mha", 12] and peaks["dva_outer", n_head] <= 2.2 * peaks["mha", 12], peaks
     assert min(peaks.values()) > 8 * 2 * T * d * 4  # q, k, v, the output and their gradients at least are seen
 
 
@@ -2554,9 +2569,16 @@ seeds, seed, rank, parts = [], torch.manual_seed, os.environ["RANK"], []
 torch.manual_seed = lambda n: seeds.append(n) or seed(n)
 train_gpt.peak_flops = train_shaq.peak_flops = lambda m: (1e9, "here")
 
+threads = lambda: [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]
+
+def save(path, f):
+    assert "pt_gloo_runloop\\n" in threads()
+    time.sleep(0.5)
+    return write(path, f)
+
 def sample(generate):
     def call(*args, **kw):
-        assert "pt_gloo_runloop\\n" not in [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]  # the group has ended
+        assert "pt_gloo_runloop\\n" not in threads()  # the group has ended
         end = time.monotonic() + 290
         while not os.path.exists(sys.argv[0] + "1"):  # the other process waits for no sample
             assert time.monotonic() < end
@@ -2579,7 +2601,7 @@ def run(name, script):
     json.dump([code, os.path.exists(f"{name}/ckpt.pt"), seeds, sum(parts)], open(name + rank, "w"))
 
 write, numbers = train_gpt.write_or_warn, iter((0, 0, 15 * int(rank)))  # one of the two has the signal
-with unittest.mock.patch.multiple(train_gpt, write_or_warn=lambda path, f: time.sleep(0.5) or write(path, f),
+with unittest.mock.patch.multiple(train_gpt, write_or_warn=save,
                                   StopSignal=lambda: type("Stops", (), dict(at=0, number=property(lambda self: next(numbers))))()):
     run("stopped", train_gpt)
 
@@ -2645,6 +2667,10 @@ def losses(log):
     found = [[(r["step"], r[key]) for r in log if key in r] for key in ("loss", "val_loss")]
     assert all(len(f) == len(dict(f)) for f in found), found
     return tuple(map(dict, found))
+
+
+def gradient_norms(log):
+    return [r["norm"] for r in log if "norm" in r]
 
 
 def one_line(result, *words, status=1):
@@ -2798,6 +2824,8 @@ def test_train_clips_beside_frozen_parameters_and_evaluation_leaves_each_mode():
     assert model_py.clip_(m, 0) == pytest.approx(1e-3, rel=1e-5)
     many = torch.randn(4096, 1024)  # whose norm PyTorch has 8e-5 too small on a CPU
     assert all(error(n, t.double().norm()) < 1e-6 for n, t in zip(model_py.norms([many, many[0], many[0, 0]]), (many, many[0], many[0, 0])))
+    there = model_py.norms([t.as_subclass(Elsewhere) for t in (many, many[0])])  # a GPU's way, for LAMB's ratios
+    assert all(error(n, t.double().norm()) < 1e-3 for n, t in zip(there, (many, many[0])))
     p = nn.Parameter(torch.ones(3, device="meta"))  # a device for which PyTorch has no foreach, as Apple's
     p.grad = torch.ones_like(p)
     assert model_py.clip_(nn.ParameterList([p]), 1e-3).is_meta
@@ -2914,6 +2942,11 @@ def test_train_says_that_so_little_text_is_read_too_often(train, monkeypatch):
     assert "so little text" not in said[1] + train("--resume", out="3200")[1]
 
 
+def test_train_knows_what_other_scripts_call_its_flags(capsys):
+    for theirs, ours in pd.ELSEWHERE.items():
+        fails(capsys, lambda: train_gpt.parse([f"{theirs}=1"]), f"unknown flag {theirs}; did you mean {ours}?", status=2)
+
+
 def test_train_says_how_to_get_the_papers_dva(train, monkeypatch):
     monkeypatch.setattr(train_gpt, "StopSignal", stops(1))
     said = [train("--attn=dva", "--attn_out=dense", *flags, out="dva")[1] for flags in (("--mlp=none", "--n_head=1"), ("--mlp=none",), ())]
@@ -2994,11 +3027,13 @@ def test_train_two_processes_are_one_with_accumulation(train, pair):
     flops = GPT(GPTConfig(**first["config"])).flops_per_token()
     for r in log[1:]:  # of both, and of both cards
         assert r["tokens_per_s"] * r["ms"] == pytest.approx(256e3) and r["mfu"] * 2e9 == pytest.approx(r["tokens_per_s"] * flops)
-    one, two = losses(train(*PAIRED["stopped"])[3]), losses(log)
+    whole = train(*PAIRED["stopped"])[3]
+    one, two = losses(whole), losses(log)
     assert list(two[0]) == [0, 1, 2] and list(two[1]) == [0]
     for both in (two, losses(train("--resume", out=folder)[3])):
         assert all(a[i] == pytest.approx(b[i], abs=2e-5) for a, b in zip(one, both) for i in b), (one, both)
     assert list(both[0]) == list(range(6)) and list(both[1]) == [0, 3, 6]
+    assert gradient_norms(log) == pytest.approx(gradient_norms(whole)[:3], rel=1e-3)  # the mean gradient, which AdamW would forgive a factor
     folder, said, ends = pair("halted")
     assert [end[:2] for end in ends] == [[130, False]] * 2 and "stopped before the first step" in said and "validation:" not in said
 
@@ -3008,7 +3043,9 @@ def test_train_compiled_processes_are_one(train, pair):
     folder, said, ends = pair("compiled")
     assert ", compiled; MFU" in said and said.count("sample:") == 1
     assert all(code == 0 and parts > 1 for code, *_, parts in ends)
-    one, two = losses(train(*PAIRED["compiled"])[3]), losses(records(folder))
+    whole, log = train(*PAIRED["compiled"])[3], records(folder)
+    one, two = losses(whole), losses(log)
+    assert gradient_norms(log) == pytest.approx(gradient_norms(whole), rel=1e-3)
     assert all(a == pytest.approx(b, abs=2e-5) for a, b in zip(one, two)) and list(two[0]) == [0, 1, 2], (one, two)
     assert not any("_orig_mod" in k for k in torch.load(folder / "ckpt.pt", weights_only=True)["model"])
 
@@ -4881,6 +4918,7 @@ def test_train_shaq_two_processes_are_one(train_shaq_here, pair, data_dir, tmp_p
             assert r["tokens"] % 4 == 0 and r["tokens_per_s"] * r["ms"] == pytest.approx(1e3 * r["tokens"])
             assert r["mfu"] * 2e9 == pytest.approx(r["tokens_per_s"] * flops)
     assert len(losses(one)[0]) == 6 and all(a == pytest.approx(b, abs=2e-5) for a, b in zip(losses(one), losses(two)))
+    assert gradient_norms(one) == pytest.approx(gradient_norms(two), rel=1e-3)
     a, b = ([r["test_loss"] for r in log if "test_loss" in r] for log in (one, two))
     assert len(a) == 1 and a == pytest.approx(b, abs=2e-5)  # said once, of both
     a, b = (tensors(torch.load(out / "ckpt.pt", weights_only=True)["state"]) for out in (tmp_path / "out", folder))
@@ -6833,6 +6871,7 @@ def test_bench_eval_asks_lm_eval_for_what_its_flags_name(tmp_path, capsys, monke
         assert f"| {line} |\n" in printed, line
     monkeypatch.setitem(SIZES, "small", SIZES["small"] | dict(n_layer=9))  # as if --n_layer had been given: another model than the paper's
     assert {r["size"] for r in bench_run(tmp_path, *argv)} == {"small"} and "paper, %" not in capsys.readouterr().out
+    fails(capsys, lambda: bench.main(["eval", f"--ckpt={tmp_path}/none.pt", *CPU]), "none.pt does not exist")
     fails(capsys, lambda: bench.main(["eval", argv[1], "--tasks=pica", *CPU]), "did you mean piqa?", "--include_path=FOLDER")
     fails(capsys, lambda: bench.main([*argv[:-1], "--include_path=mine", *CPU]), "--include_path=mine is no folder")
     # a tag, or a group without a mean: the scores of its tasks
@@ -6876,7 +6915,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["scaling", "--sizes=nano,nano"], "two sizes or more"),
         (["kernels", "--widths=71"], "nearest that work"),
         (["kernels", "--pool=3"], "expected BxTxH"), (["kernels", "--heads=1x8x16"], "a multiple of 12"),
-        (["plot", f"--records={tmp_path}"], "error: "), (["eval", f"--ckpt={tmp_path}/none"], "error: ")):
+        (["plot", f"--records={tmp_path}"], "error: ")):
         fails(capsys, lambda: bench.main(argv), words)
     for argv, words in (
         (["compare", "--variant=attn_ot=dense", "--variant="], "did you mean --attn_out?"),
