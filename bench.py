@@ -568,7 +568,7 @@ def bench_compare(args):
     if args.set and "size" not in common:
         print(f"note: --set takes the place of what runs without it, --set={default}; what it does not name is as the script has it", flush=True)
     variants = [settings(kind, t, "--variant") for t in texts]
-    if args.set is None and any("size" in v for v in variants):
+    if args.set is None and "size" not in common and any("size" in v for v in variants):
         die(f"--variant names a size, which --set={default} would override, as that is taken where no --set is typed: type one, such as --set=")
     unset = asdict(GPTConfig() if kind == "gpt" else SHAQConfig())
     settled = [unset | s | c for s, c in (SCRIPT[kind].settle(common | v, {}, m) for v in variants)]

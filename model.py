@@ -495,10 +495,11 @@ class GPT(nn.Module):
 
     def _apply(self, fn, recurse=True):
         "Called by .to() and its kin: a cast must not round the angles, and leaving the meta device, which makes each weight anew, untie none"
-        cos, tied = getattr(self, "cos", None), getattr(self.lm_head, "weight", None) is self.wte.weight
+        cos, (head, embedding) = getattr(self, "cos", None), (getattr(m, "_parameters", {}) for m in (self.lm_head, self.wte))
+        tied = embedding.get("weight") is not None and head.get("weight") is embedding["weight"]  # neither need be ours: then as it is
         super()._apply(fn, recurse)
         if tied:
-            self.lm_head.weight = self.wte.weight
+            head["weight"] = embedding["weight"]
         if cos is not None and self.cos is not cos:
             self.cos, self.sin = self.angles(self.cos.device, self.cos.dtype)
         return self
@@ -797,7 +798,7 @@ class HeadLoss(torch.autograd.Function):
             del logits, dlogits  # or they would live beside the next slice's
         if grads:
             ctx.save_for_backward(dx, dw)
-            ctx.dtypes = x.dtype, weight.dtype
+            ctx.dtypes, ctx.leaf = (x.dtype, weight.dtype), not torch.compiler.is_compiling() and weight.is_leaf
         return loss / count
 
     @staticmethod
@@ -810,8 +811,9 @@ class HeadLoss(torch.autograd.Function):
         if g.device.type == "cpu" and not torch.compiler.is_compiling():
             with contextlib.suppress(RuntimeError):  # a fake tensor's, or under vmap
                 one = g.item() == 1  # as is usual; it spares a pass over all of dw
-        # dx always anew: where x was a view of a leaf, autograd could make the saved tensor that leaf's .grad, and write to it
-        dx, dw = ((t if t is None or one and t is saved[1] else t.to(torch.promote_types(t.dtype, torch.float32)) * g) for t in saved)
+        # but for a leaf's, never the saved tensor: autograd could make it the .grad of the leaf that x or weight is a view of, and write to it
+        keep = saved[1] if one and ctx.leaf else None
+        dx, dw = (t if t is None or t is keep else t.to(torch.promote_types(t.dtype, torch.float32)) * g for t in saved)
         return *(t if t is None else t.to(dtype) for t, dtype in zip((dx, dw), ctx.dtypes)), None, None
 
 
@@ -1735,8 +1737,10 @@ def lr_at(step, lr, min_lr, warmup_steps, max_steps, schedule="cosine"):
     return min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, t))) * (lr - min_lr)
 
 
-def schedule_notes(s, first, before, say):
+def schedule_notes(s, typed, first, before, say):
     "What may surprise in the learning rates of these settings, said at the start. before: the checkpoint's max_steps, None for a new run"
+    if s["schedule"] == "constant" and "min_lr" in typed:
+        say("note: --min_lr does nothing, as the learning rate is constant: with --schedule=cosine it would fall to that")
     warmup, steps = s["warmup_steps"], s["max_steps"]
     if before is not None and first >= steps:
         say(f"note: all {steps} steps are done; --max_steps=N goes on to step N")

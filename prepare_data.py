@@ -406,7 +406,8 @@ def unchanged(typed, stored, free):
     for name, value in typed.items():
         if name in stored and name not in free and stored[name] != value:
             die(f"--{name}={as_typed(value)}: the checkpoint was trained with {as_typed(stored[name])}; "
-                + "--max_steps=N goes on to step N, " * (name == "max_minutes") + "drop the flag, or start anew without --resume in another --out_dir")
+                + "--max_steps=N goes on to step N, " * (name == "max_minutes")
+                + "drop the flag, or start anew without --resume in another --out_dir")
 
 
 def shorten(s, asked, step, pace, say):

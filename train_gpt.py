@@ -115,8 +115,6 @@ def settle(typed, stored, m):
     s |= RECIPES.get((s | stored | typed)["size"], RECIPES["large"]) | stored | typed
     if "min_lr" in s and "min_lr" not in (stored | typed):
         s["min_lr"] = min(s["min_lr"], s["lr"])  # nano's could be above a low --lr: the cosine would climb
-    if s["schedule"] == "constant" and "min_lr" in typed:
-        die(f"--min_lr={s['min_lr']:g}: the learning rate is constant here: drop the flag, or add --schedule=cosine")
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
         die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
     s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # max_steps is settled: --resume ignores max_minutes
@@ -320,7 +318,7 @@ def main():
         f"{'compiled' if s['compile'] else 'not compiled'}{', steps as CUDA graphs' * update.on}"
         f"{', micro-batches as CUDA graphs' * update.part.on}; "
         f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
-    schedule_notes(s, first, ckpt and ckpt["settings"]["max_steps"], say)
+    schedule_notes(s, typed, first, ckpt and ckpt["settings"]["max_steps"], say)
     if epochs > 50 and not ckpt:
         say(f"note: {epochs:.0f} epochs of so little text: validation loss will rise again; --max_steps={16 * per_epoch} takes 16")
     if s["size"] == "tiny" and data.name == "pysource" and not ckpt:

@@ -106,8 +106,6 @@ def settle(typed, stored, m):
     s |= SIZES[(s | stored | typed)["size"]]
     s |= SHAQ_PRESETS[(s | stored | typed)["preset"]] | stored | typed
     s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # max_steps is settled: --resume ignores max_minutes
-    if s["schedule"] == "constant" and "min_lr" in typed:
-        die(f"--min_lr={s['min_lr']:g}: the learning rate is constant here: drop the flag, or add --schedule=cosine")
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
         die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
     return s, {f.name: s[f.name] for f in fields(SHAQConfig) if f.name in s} | dict(mean_window=s["bptt"])
@@ -234,7 +232,7 @@ def main():
                 die(f"{stage2} is of --{k}={as_typed(stored[k])}, and stage 2 goes on with its model: drop --{k}={as_typed(typed[k])}")
         # the warm-up stays as it was
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
-        stored = {k: v for k, v in stored.items() if k not in {"min_lr", "eval_interval", *typed}}  # a new run: any flag may be typed
+        stored = {k: v for k, v in stored.items() if k not in {"min_lr", "eval_interval", *typed}}  # a new run: any other flag may be typed
     s, c = settle(typed, stored, m)
     s |= dict(stage2=stage2) if stage2 else {}  # for the record
     s["out_dir"] = os.path.dirname(path) or "."  # the folder may have been moved since
@@ -292,7 +290,7 @@ def main():
         f"about {per_epoch:,.0f} steps an epoch")
     say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}, {'compiled' if s['compile'] else 'not compiled'}"
         f"{', steps as CUDA graphs' * update.on}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
-    schedule_notes(s, first, ckpt and ckpt["settings"]["max_steps"], say)
+    schedule_notes(s, typed, first, ckpt and ckpt["settings"]["max_steps"], say)
 
     def save(step, where=path):
         "To be called on every rank: each holds its own streams' state, and all wait until the file is written"
