@@ -1113,9 +1113,9 @@ def bench_prefill(args):
     ("presets", dict(type=listed(str, SHAQ_PRESETS), default="sharnn,shaq", help="of SHAQ, byte by byte"))))
 @torch.no_grad()
 def bench_decode(args):
-    """Greedy decoding with a static KV cache, timed as prefill is. First token: the prompt through the model. Then --new_tokens steps; on
-    a GPU both with kernels launched one by one (eager) and all as one CUDA graph. Floor: all weights and cached keys and values are read
-    once a step, at the bandwidth of a copy in this run. Last, SHAQ byte by byte, medians."""
+    """Greedy decoding with a static KV cache, timed as prefill is. First token: the prompt through the model. Then --new_tokens steps; on a
+    GPU both with kernels launched one by one (eager) and all as one CUDA graph; graphs and compiled code have cuDNN's attention. Floor: all
+    weights and cached keys and values are read once a step, at the bandwidth of a copy in this run. Last, SHAQ byte by byte, medians."""
     m, n = start(args), args.new_tokens
     copy = bandwidth(m)
 
@@ -1137,6 +1137,7 @@ def bench_decode(args):
                 for pos in range(T, T + n):
                     token = model.lm_head(model.hidden(token, cache, pos)[:, 0]).argmax(-1, keepdim=True)  # (B, 1)
 
+            torch.backends.cuda.enable_cudnn_sdp(bool(args.gpu and compiled))  # compiled code keeps what its first call chose
             prompt(), steps()
             p.forget()
             prompt(), steps()
@@ -1216,7 +1217,7 @@ def generate_rows(args, m, copy):
 def bench_train(args):
     """Forward, backward and update on random tokens; of one size, of the books or of SHAQ interleaved, so that these share the same minutes.
     ms: median ± half the interquartile range of --rounds steps; tokens/s by the median or, for SHAQ, whose steps vary in length, the mean.
-    On a GPU, peak MiB are those allocated or, where CUDA graphs hold steps or micro-batches, reserved."""
+    On a GPU, peak MiB are those allocated or, where CUDA graphs hold steps or micro-batches, reserved; all models of a size share its memory."""
     m = start(args)
     peak, source = peak_flops(m)
     alone = args.models == ["shaq"]

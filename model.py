@@ -903,7 +903,7 @@ def captured(work, device, keep=(), pool=None):
     with torch.cuda.device(device):
         # detached: else autograd might take this for a parameter's first use and from then on add up its gradient on this stream, not on side
         before, graph, collects = [t.detach().clone() for t in keep], torch.cuda.CUDAGraph(), gc.isenabled()
-        handled = sys.exc_info()[1]
+        handled, now = sys.exc_info()[1], torch.cuda.current_stream()
         try:
             with beside(device, pool is not None) as side:
                 work()
@@ -917,6 +917,7 @@ def captured(work, device, keep=(), pool=None):
                 raise e.__context__
             raise
         finally:
+            torch.cuda.set_stream(now)  # a recording whose end fails leaves its own
             if collects:
                 gc.enable()
             for t, b in zip(keep, before):

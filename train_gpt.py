@@ -7,8 +7,9 @@ Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value 
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "                # sample from it
 
 The batch size is in tokens; however micro-batches, accumulation and processes divide it, the loss curve is the same up to rounding and
-other dropout masks. Batches depend only on seed and step, dropout also on the process, so a resumed run continues exactly; a schedule that
---max_minutes has shortened stays shortened. Evaluations also save, spending at most a tenth of the time on it; the last one always saves.
+other dropout masks. Batches depend only on seed and step, dropout also on the process, so a resumed run continues exactly (on a GPU but for
+the order of some sums); a schedule that --max_minutes has shortened stays shortened. Evaluations also save, spending at most a tenth of the
+time on it; the last one always saves.
 Ctrl-C or a signal, after the first step, saves before the run stops; torchrun kills a process that takes longer than 30 seconds, or, from
 torch 2.12 on, than TORCH_ELASTIC_SHUTDOWN_TIMEOUT. In a step's line, norm is the gradient norm before clipping; MFU (model FLOP/s
 utilisation) is the FLOP/s of the model's matrix products, by flops_per_token(), as a share of the device's peak, printed at the start.
@@ -394,7 +395,7 @@ def main():
 
     # at the end: a sample, and where everything lies
     if m.device.type == "cuda":
-        say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+        say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB, {torch.cuda.max_memory_reserved() / 2**30:.2f} reserved")
     m.leave()
     if m.rank == 0:
         dispensable(lambda: say("sample:" + sample_text(model, data.tokenizer, "\n", min(400, 4 * T), seed=s["seed"])))

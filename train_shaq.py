@@ -9,9 +9,9 @@ Train SHA-RNN, any of its ablations, or SHAQ, on parallel streams of text read i
 
 The training split is cut into --batch streams of equal length, read side by side in windows of random length. Several processes share the
 streams. Recurrent state and attention's memory carry over from window to window, without gradients, and are dropped when an epoch begins. A
-resumed run continues exactly: the checkpoint holds state, memory and position, and all else depends on seed, step and process only. A schedule
-that --max_minutes has shortened stays shortened. Evaluations also save, spending at most a tenth of the time on it; the last one always
-saves. best.pt is the checkpoint with the best validation loss, saved whenever there is a better one.
+resumed run continues exactly (on a GPU but for the order of some sums): the checkpoint holds state, memory and position, and all else depends
+on seed, step and process only. A schedule that --max_minutes has shortened stays shortened. Evaluations also save, spending at most a tenth of
+the time on it; the last one always saves. best.pt is the checkpoint with the best validation loss, saved whenever there is a better one.
 """
 import argparse
 import math
@@ -197,9 +197,10 @@ def stepper(model, optimizer, s, m):
         optimizer.zero_grad()
         return torch.stack((loss.detach(), norm)), detach_state(state)
 
-    # memory=mean holds an unfinished window, of any of 1,000 lengths: too many graphs
+    # memory=mean holds an unfinished window, of any of 1,000 lengths: too many graphs. Each of an LSTM's would hold some kernels a position and
+    # layer, 16,000 at full size, whose own time hides their launches
     return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and s["optimizer"] == "lamb"
-                    and model.config.memory != "mean")
+                    and model.config.memory != "mean" and model.config.rnn != "lstm")
 
 
 def main():
@@ -365,7 +366,7 @@ def main():
 
     # at the end: the best checkpoint on the test split, a sample, and where everything lies
     if m.device.type == "cuda":
-        say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+        say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB, {torch.cuda.max_memory_reserved() / 2**30:.2f} reserved")
     try:
         chosen = load_checkpoint(best_path, "SHAQ")
     except ValueError:  # there is none
@@ -399,4 +400,5 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main, memory="a smaller --bptt, --batch, --mem_len or --n_embd, or, for a resumed run, more processes")
+    run(main, memory="--compile=0, as recorded steps keep memory of their own, a smaller --bptt, --batch, --mem_len or --n_embd, or, for a "
+                     "resumed run, more processes")
