@@ -382,7 +382,7 @@ class GPT(nn.Module):
                 p.normal_(0.0, 0.02 * branch)
             elif name.endswith("attn.alpha"):
                 # The papers do not say. H keeps a vector's norm, c_proj scales it by 0.02 sqrt(d) branch: with this alpha the residual
-                # stream starts as with dense. With alpha = branch the loss ends 0.05 nats per byte above dense's (README)
+                # stream starts as with dense. With alpha = branch the loss ends 0.05 nats per byte above dense's, with 1 0.1 (README)
                 p.fill_(0.02 * len(p) ** 0.5 * branch)
             elif name.startswith(("wte", "wpe", "lm_head")) or name.endswith(("c_attn.weight", "c_fc.weight")):
                 p.normal_(0.0, 0.02)
