@@ -353,7 +353,7 @@ def start_log(m, s, c, model, data, ckpt):
     """-> (main()'s log function, a no-op except on rank 0; the software versions, for checkpoints). ckpt: what the run resumes, or None.
     Dies if the processes are not of one run: replicas would drift apart unseen."""
     done = [ckpt[k] for k in ("step", "evaluated", "written")] if ckpt else []
-    for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=data.source, checkpoints=done[:1]).items():
+    for what, mine in dict(flags=[s | dict(data_dir="", out_dir=""), c], data=data.source, checkpoints=ckpt and ckpt["step"]).items():
         if not m.same(mine):
             die(f"the processes differ in their {what}: type the same command, with --compile, whose default hangs on what is installed, "
                 "on each machine, with --data_dir and --out_dir that all share")
