@@ -198,7 +198,7 @@ def stepper(model, optimizer, s, m):
         return torch.stack((loss.detach(), norm)), detach_state(state)
 
     # memory=mean holds an unfinished window, of any of 1,000 lengths: too many graphs. Each of an LSTM's would hold some kernels a position and
-    # layer, 16,000 at full size, whose own time hides their launches
+    # layer, by cuDNN's sources 16,000 at full size; no GPU has tried
     return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and s["optimizer"] == "lamb"
                     and model.config.memory != "mean" and model.config.rnn != "lstm")
 
