@@ -156,7 +156,7 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
 # no full-size temporary is paged in (32 MiB of fresh memory cost more than the whole transform).
 
 
-@lru_cache(64)
+@lru_cache(None)  # never freed: a CUDA graph may hold their addresses
 def _factors(d, n_head, heads_only, dtype, device):
     """Dense factors A (a, a), B (b, b) of the layer's H_h (x) H_(d/h), which is H_d if h = 1; if heads_only A = H_h, and B = None for I. For
     narrow rows B is the whole matrix, and A = None: 0.44 to 0.86 of the time, forward and backward, on two cores of Zen 5"""
@@ -944,7 +944,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         elif kind == "norm backward":  # six; with M tiles, M numbers at least, one of each
             warps, numbers = 1, max(24, M)
         R = 1 if "few" in kind else max(1, numbers * 32 * warps // d)
-        R = min(1 << R.bit_length() - 1, each * 32 * warps // min(64, A * C))  # 64 numbers or more side by side in memory
+        R = min(1 << R.bit_length() - 1, each * 32 * warps // min(64, A * C))  # a tile has 64 numbers or more of a row
         W = min(A * C, max(A, each * 32 * warps // R))
         if M == 1 and W == d > 1:  # _inner wants two tiles at least
             W //= 2
@@ -1049,9 +1049,9 @@ def _multiprocessors(device):  # the interpreter has as many as an H200
 
 
 def _programs(N, plan, warps, device, kind):
-    """How many programs to launch of a kernel that sums over rows: as many as run at once, since more would run later, alone. A
-    multiprocessor has registers for 8 warps of 255 a thread, 12 of 168 or 16 of 128. Which of these a kernel takes follows from how many
-    numbers of one tensor a thread holds, by its compiled code (Triton 3.9): with more than `most` it takes 255"""
+    """How many programs to launch, for each of the plan's columns, of a kernel that sums over rows: as many as run at once, since more would
+    run later, alone. A multiprocessor has registers for 8 warps of 255 a thread, 12 of 168 or 16 of 128. Which of these a kernel takes follows
+    from how many numbers of one tensor a thread holds, by its compiled code (Triton 3.9): with more than `most` it takes 255"""
     numbers = plan["R"] * plan.get("W", 512) * plan["M"] * plan["P"] // (32 * warps)
     most = 32 if kind == "backward" or kind == "grads" and plan["INNER"] else 48 if kind == "grads" else 0
     if kind == "backward" and warps > 1 and plan["INNER"]:  # fp32 rows of 2048 and 4096: 32 take 255
@@ -1061,7 +1061,8 @@ def _programs(N, plan, warps, device, kind):
     elif kind != "norm backward" and _capability(device)[0] >= 10:  # Blackwell: 32 take up to 255
         most = 16
     held = 8 if numbers > most else 16 if kind == "grads" and plan["INNER"] and warps == 1 else 12  # several warps a row: up to 168
-    return min(triton.cdiv(max(N, 1), plan["R"]), _multiprocessors(device) * max(1, held // warps))
+    columns = _columns(plan) if "CW" in plan else 1
+    return min(triton.cdiv(max(N, 1), plan["R"]), max(1, _multiprocessors(device) * max(1, held // warps) // columns))
 
 
 def _norm_backward_triton(x, out, stats, dout, dnormed, alpha, weight, has_shift, scale, rms, n_head, heads_only):
@@ -1071,6 +1072,7 @@ def _norm_backward_triton(x, out, stats, dout, dnormed, alpha, weight, has_shift
     partial = torch.empty(4, programs, d, dtype=torch.float32, device=x.device)
     _launch(_hadamard_norm_backward_kernel, (programs,), x, out, stats, dout, dnormed, dresidual, dx, *partial[:3],
             partial[3] if has_shift else None, alpha, weight, N, scale, **plan, RMS=rms, num_warps=warps)
+    # sums one by one, as outputs of an operator may not share memory
     return dx, dresidual, *(p.sum(0) for p in partial[:3]), partial[3].sum(0) if has_shift else partial.new_empty(0)
 
 
@@ -1300,7 +1302,9 @@ _hadamard_norm.register_autograd(_derive_hadamard_norm, setup_context=_save_hada
 
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
-    "Whether hadamard_affine_norm is one kernel on a GPU: up to d = 768, and for a mix over up to 28 heads of at most 128"
+    "Whether hadamard_affine_norm is one kernel on a GPU, but for fp64: up to d = 768, and for a mix over up to 28 heads of 8 k <= 128 channels"
+    if n_head < 1 or d % n_head:
+        return False
     orders = (n_head,) if heads_only else (n_head, d // n_head)
     return all(map(_split_order, orders)) and _plan(d, n_head, heads_only, 16, "norm") is not None
 
@@ -1342,7 +1346,8 @@ def hadamard_transform(x, scale=1.0):
 
     x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype. On the Triton path sums are fp32 (on
     tensor cores, if UNTRIED, 16 binary digits between products). By PyTorch, bf16 rows wider than 192 may be rounded between their two
-    products, too (1.4 times the error), and on a GPU fp32 and fp16 take TF32 where torch.set_float32_matmul_precision allows it.
+    products, too (1.4 times the error), and all rows before a scale that is no power of two (with both 1.7 times); on a GPU fp32 and fp16 take
+    TF32 where torch.set_float32_matmul_precision allows it.
     Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it orthogonal (x H
     may reach d times the largest |x|, and fp16 holds up to 65504). For d = 2^k H is that package's, for 12 * 2^k its hadamard_transform_12N's (d
     = 768 is no cut-off 1024 here); its 20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Raises ValueError for
@@ -1968,7 +1973,8 @@ def _rope_fake(grads, cos, sin):
 def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Gradients (B, h, T, w) of q, k and more parts, any strides -> that of the parts side by side, (B, T, parts * h * w). Those of q and k,
     whose pairs (x_2i, x_2i+1) were turned by the angles of cos and sin, (T, 1, w / 2) fp32, are turned back in fp32 or wider; the others
-    are copied. Not differentiable. Other shapes of cos and sin that broadcast, such as tables for each sequence, take the PyTorch path.
+    are copied. The result has the first's dtype and is not differentiable. Other shapes of cos and sin that broadcast, such as tables for
+    each sequence, take the PyTorch path.
     ValueError if the parts' shapes differ (as with grouped queries), w is odd, or for several devices; NotImplementedError in forward mode."""
     _reverse_mode_only("rope_backward")
     _check_devices("rope_backward", *grads, cos, sin)
@@ -1984,7 +1990,8 @@ def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tenso
 
 # -----------------------------------------------------------------------------
 # Attention of one query, as in decoding: all work is to read keys and values once. PyTorch's kernels are made for many queries: on an H200
-# (2,048 sequences of up to 66 positions, 12 heads of 64, bf16) they take 129 to 194 us, where reading what is there would take some 45.
+# (2,048 sequences of up to 66 positions, 12 heads of 64, bf16) they take 129 to 194 us, where reading what is there would take some 45. It
+# is for many sequences: no two programs share one head, so few leave multiprocessors idle.
 # No GPU has run this kernel (UNTRIED).
 
 if triton is not None:

@@ -66,9 +66,9 @@ class GPTConfig:
 # To add a choice, add its name here and a branch next to the existing ones. For attn_out, the branch goes into Attention.forward before the
 # error, where alpha and beta exist in fp32 (identity casts them). Create other parameters in Attention.__init__ and initialise them in
 # GPT.init_weights (flops_per_token counts no vectors). Make a fixed tensor a buffer, with persistent=False unless it is random, and draw it
-# from a generator of its own, or the other weights change. For attn, search for "mha" and "dva_gate": any other name is treated as dva,
-# without W_O and with three T x T products. train_gpt.py and bench.py's compare and scaling take any choice; its prefill, decode and train
-# only those in its OUTS.
+# from a generator of its own, or the other weights change. For attn, search for "mha" and "dva_gate": any other name gets dva's matrices,
+# cache and FLOPs, and no W_O; its branch goes into Attention.mix. train_gpt.py and bench.py's compare and scaling take any choice; bench.py's
+# prefill, decode and train only those in its OUTS.
 CHOICES = dict(attn=["mha", "dva", "dva_outer", "dva_gate"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])
@@ -226,15 +226,15 @@ class Attention(nn.Module):
         elif self.attn_out != "none":
             self.alpha = nn.Parameter(torch.ones(d))         # GPT.init_weights starts it lower
             self.beta = nn.Parameter(torch.zeros(d))
-        self.one_pass = False                                # whether a GPU adds the residual and takes the next norm in the same kernel
+        self.one_pass = False                                # whether one kernel of a GPU also adds the residual and takes the next norm
         if self.attn_out in ("hadamard", "head_hadamard"):
             heads_only = self.attn_out == "head_hadamard"
             self.order = config.n_head if heads_only else hadamard_heads(config)         # h of H_d = H_h (x) H_(d / h)
             self.one_pass = hadamard_norm_is_fused(d, self.order, heads_only)
         self.resid_dropout = Dropout(config.dropout)
 
-    def forward(self, x, table=None, cache=None, at=None, mask=None, residual=None, norm=None):
-        """x (B, T, d) -> y (B, T, d) or, given residual and norm, residual + y and its norm, in one pass. table: rope's cos and sin. cache: k
+    def mix(self, x, table=None, cache=None, at=None, mask=None):
+        """x (B, T, d) -> Y = Concat(heads), (B, T, d), which W_O or its substitute takes. table: rope's cos and sin. cache: k
         (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's positions in it, a pair (start, stop) or, for one token with a mask
         (1, length), an int64 tensor (1,)."""
         B, T, d = x.shape
@@ -255,10 +255,13 @@ class Attention(nn.Module):
             y = torch.addcmul(y, q_r, y_r)                                               # S V + Q_R * (S K_R)
         elif self.attn == "dva_gate":
             y = torch.addcmul(y, q_r, y)                                                 # S V + Q_R * (S V)
-        y = y.transpose(1, 2).reshape(B, T, d)                                           # Concat(heads)
-        if norm is not None:  # on a GPU, see one_pass: if you change what follows, set that to False
-            return hadamard_affine_norm(y, self.alpha, self.beta, residual, norm.weight, getattr(norm, "bias", None), norm.eps,
-                                        isinstance(norm, nn.RMSNorm), self.order, self.attn_out == "head_hadamard")
+        elif self.attn not in ("mha", "dva_outer"):
+            raise NotImplementedError(f"nothing computes attn={self.attn}")
+        return y.transpose(1, 2).reshape(B, T, d)                                        # Concat(heads)
+
+    def forward(self, x, table=None, cache=None, at=None, mask=None):
+        "(B, T, d) -> (B, T, d); the rest as for mix(). If you change this, set one_pass to False: on a GPU it has Block call a kernel instead"
+        y = self.mix(x, table, cache, at, mask)
         if self.attn_out == "dense":
             y = self.c_proj(y)                                                           # Y W_O
         elif self.attn_out == "hadamard":
@@ -296,7 +299,7 @@ class MLP(nn.Module):
 
 
 def untouched(module, *kinds):
-    "Whether module is of one of kinds, and nobody hung a hook or another forward on it: only then may its formula stand in for its call"
+    "Whether module is of one of kinds, without hooks of its own or another forward: only then may its formula stand in for its call"
     return type(module) in kinds and "forward" not in module.__dict__ and not (
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
@@ -317,9 +320,11 @@ class Block(nn.Module):
         if (x.is_cuda and untouched(attn, Attention) and attn.one_pass and untouched(attn.resid_dropout, Dropout)
                 and not (attn.resid_dropout.training and attn.resid_dropout.p)
                 and untouched(norm, nn.LayerNorm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None):
-            x, n = self.attn(self.ln_1(x), table, cache, at, mask, x, norm)  # attention's output and the sum's norm in one pass
+            y = attn.mix(self.ln_1(x), table, cache, at, mask)
+            x, n = hadamard_affine_norm(y, attn.alpha, attn.beta, x, norm.weight, getattr(norm, "bias", None), norm.eps,
+                                        isinstance(norm, nn.RMSNorm), attn.order, attn.attn_out == "head_hadamard")
         else:
-            x = x + self.attn(self.ln_1(x), table, cache, at, mask)
+            x = x + attn(self.ln_1(x), table, cache, at, mask)
             n = norm(x)
         return x + self.mlp(n)
 
@@ -435,14 +440,15 @@ class GPT(nn.Module):
                 for _ in range(c.n_layer)]
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None, use_cache=True, report=None):
-        """Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token.
+        """Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token. Without a
+        generator every call draws alike, whatever torch.manual_seed() was: for other samples pass torch.Generator().manual_seed(n).
         When the window outgrows block_size tokens, only its last half is kept and read again: one pass over half a block for each half block
         of new tokens. use_cache=False recomputes the window for each token: the same tokens, slowly. On a GPU, model and draw are one CUDA
         graph, replayed for each token; one thread at a time. On a CPU it is faster under torch.inference_mode(). report(i), if given, is called
         before the i-th token, counted from 0."""
         size = self.config.block_size
         uniform = draws(max_new_tokens, temperature, idx, generator)
-        start = done = max(0, idx.size(1) - size)  # the window is idx[:, start:], and the cache holds it up to done
+        start = done = max(0, idx.size(1) - size)  # the window is idx[:, start:], the first token at place 0; the cache holds it up to done
         cache = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None
         # a CUDA graph reads and writes fixed places: the last token, which the next one overwrites, its position, the draw
         new, at, u = idx[:, -1:].clone(), idx.new_empty(1), uniform.new_empty(len(idx), 1)
@@ -463,8 +469,8 @@ class GPT(nn.Module):
                     start = done = idx.size(1) - max(1, size // 2)
                 u.copy_(uniform[i])
                 if use_cache and idx.size(1) - done == 1:
-                    at.fill_(done - start)
-                    step((done - start) // stride * stride + stride)()  # the next multiple of stride above the token's place
+                    at.fill_(done - start)  # its place
+                    step((done - start) // stride * stride + stride)()  # the next multiple of stride above that: few lengths, few graphs
                 else:
                     x = self.hidden(idx[:, done:], cache, done - start)
                     new.copy_(sample(self.lm_head(x[:, -1]), temperature, top_k, u))
@@ -577,7 +583,7 @@ def causal_weights(q, k, i, e, dropout, seed, P=None):
         P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
         if dropout:  # the same draws again, should backward compute P anew
             generator = None if seed is None else torch.Generator(q.device).manual_seed(seed.item() + i)
-            P.copysign_(keep_mask(P, dropout, generator).sub_(0.5))
+            P.copysign_(keep_mask(P, dropout, generator).sub_(0.5))  # one tensor holds both weights and mask
     return n, P
 
 
@@ -606,12 +612,12 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
     CPU, drawn by the caller so that a repeated forward pass gets the same one; None: no dropout, or the GPU's generator. keep: return each
     block's P as the second output, for the backward pass; otherwise that recomputes it, and memory is linear in T. In 16 bits scores are
     rounded, where PyTorch's fused operator keeps fp32: errors are 2 times as large if scores have standard deviation 1, 7 times if 9."""
-    k, v = (k, v) if all_k is None else (all_k, all_v)
+    k, v = (k, v) if all_k is None else (all_k, all_v)                                   # all rows
     out, Ps = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), []
     for i, e in query_blocks(q, k):
         n, P = causal_weights(q, k, i, e, dropout, seed)                                 # P: (N, e - i, n)
         Ps += [P] if keep else []
-        W = P.relu() if dropout else P
+        W = P.relu() if dropout else P                                                   # its scale, 1 / (1 - p), comes last
         W = W if q_r is None else torch.bmm(q_r[:, i:e], v[:, :n].mT).mul_(W)
         torch.mul(torch.bmm(W, (v if q_r is None else k_r)[:, :n]), 1 / (1 - dropout), out=out[:, i:e])
     return out, Ps
@@ -713,17 +719,19 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     #    operator unless kernels.UNTRIED.
     # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block with dropout.
     #    For T = 1, too, where heads are too wide for way 2: a fused kernel would have one multiprocessor read all of k and v.
-    fused = q_r is None and max(q.size(-1), v.size(-1)) <= 256
-    if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
-        fused = fused and q.size(-1) == v.size(-1)
-    if T > 1 and q.device.type == "cpu":
+    on_cpu = q.device.type == "cpu"
+    if on_cpu and T > 1:
         fused = q_r is None and q.size(-1) == v.size(-1) and not dropout and not torch.is_grad_enabled()
-    if new is not None or T > 1 and (T < S or not fused and (q.device.type == "cpu" or T > v.size(-1))):
+    else:
+        fused = q_r is None and max(q.size(-1), v.size(-1)) <= 256
+        if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
+            fused = fused and q.size(-1) == v.size(-1)
+    if new is not None or T > 1 and (T < S or not fused and (on_cpu or T > v.size(-1))):  # way 1
         _reverse_mode_only("attention")
-        all_k, all_v = (None, None) if new is None else (k.detach(), v.detach())         # memory and window, without a gradient
-        k, v = new or (k, v)                                                             # the rows that get one
+        own_k, own_v = new or (k, v)                                                     # the rows that get a gradient
+        all_k, all_v = (None, None) if new is None else (k.detach(), v.detach())         # memory and window, without one
         # autocast's dtype, as PyTorch's operator does
-        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, k, q_r, v, k_r, all_k, all_v)]
+        flat = [None if t is None else t.flatten(0, 1).to(product_dtype(t)) for t in (q, own_k, q_r, own_v, k_r, all_k, all_v)]
         # Keep P if q k^T is at most twice as large as q, k, v and the output together, counting T = S queries (P, causal, is half of it): on a
         # CPU 1.1 to 1.3 times as fast, both passes. Not when compiled: the list of blocks would fix T in the code. Always in a CUDA graph, as
         # only the GPU's generator draws anew at each replay, and so over a memory on a GPU, where steps must draw the same with and without it
@@ -732,11 +740,11 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         # with and without gradients alike: reentrant checkpointing runs forward once in each way
         seed = torch.randint(2**40, (), device="cpu") if dropout and not (keep and q.is_cuda) else None
         return blocked_attention(*flat, seed, dropout, keep and torch.is_grad_enabled())[0].unflatten(0, q.shape[:2])
-    if fused and T == 1 and q.is_cuda and not dropout and not torch.is_grad_enabled():
+    if fused and T == 1 and q.is_cuda and not dropout and not torch.is_grad_enabled():  # way 2
         return one_query_attention(*(t.to(product_dtype(t)) for t in (q, k, v)), mask)
     if fused:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=True if T > 1 else False)  # T > 1 is no bool under torch.compile
-    return plain_attention(q, k, v, q_r, k_r, dropout, mask)
+    return plain_attention(q, k, v, q_r, k_r, dropout, mask)  # way 3
 
 
 # -----------------------------------------------------------------------------
@@ -1313,7 +1321,7 @@ class SHAQ(nn.Module):
         new, u = idx[:, -1:].clone(), uniform.new_empty(len(idx), 1)    # as in GPT.generate
         out = [idx]
 
-        def step():
+        def step():  # reads and updates the rings of the loop below
             new.copy_(sample(self.advance(new, rings), temperature, top_k, u))
 
         with evaluating(self):

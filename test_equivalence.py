@@ -274,7 +274,7 @@ def test_hadamard_affine_norm_is_its_parts(rms):
         assert all(error(p, torch.zeros_like(p) if q is None else q) < 1e-11 or not p.any() for p, q in zip(a, b))
     low = [leaf[0].detach().bfloat16().requires_grad_(), *(t.detach().float().requires_grad_() for t in leaf[1:])]  # as under autocast
     torch.library.opcheck(kernels._hadamard_norm, (*low[:5], None if rms else low[5], 0.2, 1e-5, rms, n_head, False))
-    assert not hadamard_norm_is_fused(22)
+    assert not any(hadamard_norm_is_fused(*how) for how in ((22,), (100, 12), (100, 12, True), (64, 0)))
     x, r, v, shift = (t.detach() for t in (leaf[0], leaf[1], leaf[2], leaf[3]))
     _, y = hadamard_affine_norm(x, v, v, r, v, shift, eps=0.3, rms=rms)  # RMSNorm, too, may have a shift
     wide = r + hadamard_affine(x, v, v)
@@ -976,6 +976,8 @@ def test_hadamard_takes_tensor_cores_where_they_are_and_fit(monkeypatch):
         for arch, wanted in zip(((9, 0), (12, 0)), programs):
             monkeypatch.setattr(kernels, "_capability", lambda device: arch)
             assert kernels._programs(2 ** 16, plan, warps, GPU, "grads") == wanted
+    plan, warps = kernels._plan(8192, 8, True, 16, "backward")  # 1,024 channels a head, in 8 columns: all of these together fit
+    assert kernels._columns(plan) == 8 and kernels._programs(2 ** 16, plan, warps, GPU, "backward") == 100 * (8 // warps) // 8
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "UNTRIED", True)
     with torch.device("meta"):  # as torch.set_default_device would have it
@@ -2251,8 +2253,8 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
 
 
 def test_run_variants_half_added_are_refused(monkeypatch):
-    "A new name among those of attn_out, mlp or schedule, without its formula"
-    for name in ("attn_out", "mlp"):
+    "A new name among those of attn, attn_out, mlp or schedule, without its formula"
+    for name in ("attn", "attn_out", "mlp"):
         monkeypatch.setitem(CHOICES, name, [*CHOICES[name], "new"])
         refuses(lambda: make(**{name: "new"})(torch.zeros(1, 5, dtype=torch.int64)), f"{name}=new", kind=NotImplementedError)
     refuses(lambda: model_py.lr_at(0, 1.0, 0.1, 5, 10, "new"), "schedule=new", kind=NotImplementedError)
