@@ -1251,7 +1251,7 @@ class SHAQBlock(nn.Module):
         rnn_state, memory = state if state is not None else (None, None)
         h = self.ln_start(h)
         x, rnn_state = self.rnn(h, rnn_state)
-        h = h + self.drop(x) if self.residual else self.drop(x)
+        h = h + self.drop(x) if self.residual else self.drop(x).to(h.dtype)     # under autocast, too, the stream is fp32
         if self.attn is not None:
             m, h = self.ln_mem(h), self.ln_mid(h)                       # m is looked at and remembered, h looks
             # cast to what attention computes in, once and here: torch.compile then lets the two norms write that dtype themselves

@@ -241,6 +241,8 @@ def test_hadamard_gradcheck_twice(d, n_head, heads_only):
         first = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
         found.append(torch.autograd.grad(y.square().sum() + sum(g.square().sum() for g in first), inputs))
     assert all(error(a, b) < 1e-12 for a, b in zip(*found))
+    for wanted in itertools.product((True, False), repeat=3):
+        assert not any(wanted) or torch.autograd.gradcheck(call, [t if yes else t.detach() for t, yes in zip(inputs, wanted)], fast_mode=True)
     assert torch.autograd.gradcheck(lambda x: hadamard_transform(x, 0.7), inputs[:1])
     assert torch.autograd.gradgradcheck(hadamard_transform, inputs[:1], fast_mode=True)
 
@@ -248,14 +250,14 @@ def test_hadamard_gradcheck_twice(d, n_head, heads_only):
 @pytest.mark.parametrize("rms", [False, True])
 def test_hadamard_affine_norm_is_its_parts(rms):
     d, n_head = 24, 2
-    leaf = [randn(2, d, grad=True), randn(2, d, grad=True), *(randn(d, grad=True) for _ in range(3 if rms else 4))]
+    leaf = [randn(2, d, grad=True), randn(2, d, grad=True), *(randn(d, grad=True) for _ in range(4))]  # RMSNorm, too, may have a shift
 
-    def fused(x, residual, alpha, beta, weight, shift=None):
+    def fused(x, residual, alpha, beta, weight, shift):
         return hadamard_affine_norm(x, alpha, beta, residual, weight, shift, rms=rms, n_head=n_head)
 
-    def parts(x, residual, alpha, beta, weight, shift=None):
+    def parts(x, residual, alpha, beta, weight, shift):
         y = residual + hadamard_affine(x, alpha, beta, n_head)
-        return y, F.rms_norm(y, (d,), weight, 1e-5) if rms else F.layer_norm(y, (d,), weight, shift, 1e-5)
+        return y, F.rms_norm(y, (d,), weight, 1e-5) + shift if rms else F.layer_norm(y, (d,), weight, shift, 1e-5)
 
     assert all(error(a, b) < 1e-12 for a, b in zip(fused(*leaf), parts(*leaf))) and torch.autograd.gradcheck(fused, leaf)
     assert torch.autograd.gradgradcheck(fused, leaf, fast_mode=True)  # along random directions, none of which a mistake escapes
@@ -264,19 +266,19 @@ def test_hadamard_affine_norm_is_its_parts(rms):
     unit = y if rms else y - y.mean(-1, keepdim=True)
     unit = unit * (unit.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     found = []
-    for normed in (fused(leaf[1], leaf[0], *leaf[2:])[1], unit * leaf[4] + (0 if rms else leaf[5])):
+    for normed in (fused(leaf[1], leaf[0], *leaf[2:])[1], unit * leaf[4] + leaf[5]):
         for _ in range(3):
             normed = sum(g.square().sum() for g in torch.autograd.grad(normed.square().sum(), leaf[:2], create_graph=True))
         found.append(normed)
     assert found[0].item() == pytest.approx(found[1].item(), rel=1e-9)
     for i in (0, 1):  # the other output unused
         a, b = (torch.autograd.grad(f(*leaf)[i].square().sum(), leaf, allow_unused=True) for f in (fused, parts))
-        assert all(error(p, torch.zeros_like(p) if q is None else q) < 1e-11 or not p.any() for p, q in zip(a, b))
+        assert all(error(p, q) < 1e-11 if q is not None else not p.any() for p, q in zip(a, b))
     low = [leaf[0].detach().bfloat16().requires_grad_(), *(t.detach().float().requires_grad_() for t in leaf[1:])]  # as under autocast
     torch.library.opcheck(kernels._hadamard_norm, (*low[:5], None if rms else low[5], 0.2, 1e-5, rms, n_head, False))
     assert not any(hadamard_norm_is_fused(*how) for how in ((22,), (100, 12), (100, 12, True), (64, 0)))
     x, r, v, shift = (t.detach() for t in (leaf[0], leaf[1], leaf[2], leaf[3]))
-    _, y = hadamard_affine_norm(x, v, v, r, v, shift, eps=0.3, rms=rms)  # RMSNorm, too, may have a shift
+    _, y = hadamard_affine_norm(x, v, v, r, v, shift, eps=0.3, rms=rms)
     wide = r + hadamard_affine(x, v, v)
     assert error(y, (F.rms_norm(wide, (d,), v, 0.3) if rms else F.layer_norm(wide, (d,), v, None, 0.3)) + shift) < 1e-12
     if not rms:  # shift's gradient is rounded to shift's dtype, not to weight's
@@ -534,7 +536,10 @@ def test_hadamard_operators_pass_opcheck():
     alpha, beta, pre = (torch.randn(24, requires_grad=True) for _ in range(3))
     torch.library.opcheck(kernels._hadamard, (x, alpha, beta, None, 0.2, 1, False))
     torch.library.opcheck(kernels._hadamard, (x, None, None, pre, 1.0, 12, True))
-    assert torch.autograd.gradcheck(lambda *t: kernels._hadamard(*t, 0.2, 2, False), [t.detach().double().requires_grad_() for t in (x, alpha, beta, pre)])
+    inputs, as_on_a_gpu = [t.detach().double().requires_grad_() for t in (x, alpha, beta, pre)], lambda *t: kernels._hadamard(*t, 0.2, 2, False)
+    assert torch.autograd.gradcheck(as_on_a_gpu, inputs) and torch.autograd.gradgradcheck(as_on_a_gpu, inputs, fast_mode=True)
+    for given in inputs[:3], [*inputs[:1], None, None]:
+        assert torch.autograd.gradgradcheck(lambda *t: as_on_a_gpu(*t, *[None] * (4 - len(t))), given, fast_mode=True)
     refuses(lambda: kernels._hadamard(x, None, beta, None, 0.2, 1, False), "beta without alpha", kind=AssertionError)
     torch.library.opcheck(kernels._hadamard_grads, (x, dy, 0.2, 2, False))
     torch.library.opcheck(kernels._hadamard_grads, (x.detach().bfloat16(), dy.detach().bfloat16(), 0.2, 2, False))
@@ -1352,7 +1357,11 @@ def test_gpt_attention_output_is_a_dense_one_with_a_fixed_matrix(out, n_embd, n_
     idx = torch.randint(0, 97, (2, 16))
     assert error(m(idx), dense(idx)) < 1e-12
     with torch.autocast("cpu", torch.bfloat16):  # beside fp32 vectors, too
-        assert m.float().h[0].attn(torch.randn(2, 5, n_embd)).dtype == torch.bfloat16
+        attn, x = m.float().h[0].attn, torch.randn(2, 5, n_embd)
+        y, Y = attn(x), attn.mix(x)
+        assert y.dtype == Y.dtype == torch.bfloat16
+        if out == "identity":  # rounds alpha and beta, as any layer's weights
+            assert torch.equal(y, torch.addcmul(attn.beta.bfloat16(), Y, attn.alpha.bfloat16()))
 
 
 @pytest.mark.parametrize("config", [dict(SIZES["nano"], vocab_size=256), dict(n_layer=1, n_embd=768, n_head=12),
@@ -1624,6 +1633,8 @@ def test_gpt_residual_stream_starts_as_with_the_dense_layer(out):
             std = 0.02 * (6 ** -0.5 if name.endswith("c_proj.weight") else 1)
             assert p.dim() < 2 or abs(p.std() / std - 1) < 0.05 and p.abs().max() / std > 3, name
             assert p.dim() == 2 or name.endswith("alpha") or (p == ("ln_" in name and name.endswith("weight"))).all(), name  # 1, or 0
+    ends = [GPT(GPTConfig(n_layer=3, n_head=4, n_embd=192, vocab_size=97, attn_out=out, mlp=mlp)).h[1].attn for mlp in ("gelu", "none")]
+    assert torch.equal(ends[0].alpha, ends[1].alpha)  # without a feed-forward block, too
     assert all(abs(b / a - 1) < 0.1 for a, b in sizes.values()), sizes
 
 
@@ -1919,16 +1930,21 @@ def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn_out="head_hadamard", norm="rmsnorm"), dict(attn="dva"),
                                     dict(attn="dva_outer", mlp="none", dropout=0.1)])
 def test_gpt_training_compiles_without_a_graph_break(config):
-    model, idx = make(n_layer=1, **config), torch.randint(0, 97, (2, 12))
+    model, idx = make(n_layer=1, **config).train(), torch.randint(0, 97, (2, 12))
     results = []
     for f in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):
-        torch.manual_seed(1)  # dropout's
         with torch.autocast("cpu", torch.bfloat16):
             loss = f(idx, idx)
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
         model.zero_grad(set_to_none=True)
-    torch.testing.assert_close(*results)
+    if not model.config.dropout:
+        torch.testing.assert_close(*results)
+        return
+    assert torch.compile(model_py.Dropout(0.5), fullgraph=True, backend="aot_eager")(torch.ones(999)).unique().tolist() == [0, 2]
+    with torch.autocast("cpu", torch.bfloat16):  # compiled, it draws in another way
+        without = model.eval()(idx, idx)
+    assert all(0.001 < abs(loss - without) < 0.2 and all(g.any() for g in grads) for loss, *grads in results)
 
 
 def test_peak_flops_knows_cards_by_whole_words(monkeypatch):
@@ -2073,6 +2089,8 @@ def test_loss_is_that_of_the_logits_whatever_the_head():
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float64):  # which leaves float64 alone
                 loss = run(m, idx, idx)
             torch.testing.assert_close(loss, F.cross_entropy(run(m, idx).flatten(0, 1), idx.flatten()), rtol=rtol, atol=0)
+            some = torch.where(idx % 3 > 0, idx, -100)  # those that do not count are no part of the mean
+            torch.testing.assert_close(run(m, idx, some), F.cross_entropy(run(m, idx).flatten(0, 1), some.flatten()), rtol=rtol, atol=0)
         assert run(m.bfloat16(), idx, idx).dtype == torch.float32  # of a model in 16 bits, too
     loss = torch.export.export(m := make(), (idx, idx)).module()(idx, idx)  # which would trace the head's loss, but not its gradient
     found, own = (torch.autograd.grad(x, [*m.parameters()]) for x in (loss, m(idx, idx)))
@@ -2629,6 +2647,11 @@ init, store = torch.distributed.init_process_group, torch.distributed.TCPStore(o
 torch.distributed.init_process_group = lambda backend, **kw: init(  # where torchrun keeps them, the first group's addresses would be found again
     backend, store=torch.distributed.PrefixStore(sys.argv[0], store), rank=int(rank), world_size=2, **kw)
 run("shaq", train_shaq)
+run("whole", train_shaq)
+numbers = iter((0, 0, 15 * int(rank)))
+with unittest.mock.patch.object(train_shaq, "StopSignal", lambda: type("Stops", (), dict(at=0, number=property(lambda self: next(numbers))))()):
+    run("cut", train_shaq)
+run("resumed", train_shaq)
 with unittest.mock.patch.object(train_gpt, "StopSignal", lambda: type("Stops", (), dict(at=int(rank), number=0))()):  # in an evaluation
     run("halted", train_gpt)
 
@@ -2643,17 +2666,21 @@ run("compiled", train_gpt)
 """
 PAIRED = dict(stopped=["--dropout=0", "--micro_batch=2"], halted=["--max_steps=1", "--micro_batch=99"],  # more than a process has
               shaq=["--max_steps=6", "--dropout=0", "--batch=4", "--bptt=24", "--lr=2e-3", "--dataset=split"],
+              whole=["--max_steps=5", "--batch=4", "--bptt=24", "--lr=2e-3", "--memory=mean"],
               compiled=["--dropout=0", "--micro_batch=2", "--n_embd=64", "--mlp=none", "--max_steps=3", "--eval_tokens=224"])  # one window alone
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, data_dir):
-    """Four runs of two processes, one after the other, as importing torch takes longer than all of them -> pair(name): its folder, what it
-    printed, what each process told"""
+    """Runs of two processes, one after the other, as importing torch takes longer than all of them -> pair(name): its folder, what it printed,
+    what each process told"""
     folder = tmp_path_factory.mktemp("pair")
     pd.prepare(str(data_dir / "split"), "split", "byte", random_words(1500), "", percent=(80, 90))  # with a test split
     flags = {name: command(name, data_dir, *given, *["--compile=1"] * (name == "compiled"), tool=()) for name, given in PAIRED.items()}
-    flags["shaq"] = [f"--data_dir={data_dir}", "--out_dir=shaq", *TINY_SHAQ, *PAIRED["shaq"]]
+    for name in ("shaq", "whole"):
+        flags[name] = [f"--data_dir={data_dir}", f"--out_dir={name}", *TINY_SHAQ, *PAIRED[name]]
+    flags["cut"] = [*flags["whole"], "--out_dir=cut"]
+    flags["resumed"] = [*flags["cut"], "--resume"]
     (folder / "two.py").write_text(f"HERE, FLAGS = {(str(HERE), flags)!r}\n{TWO}")
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]  # a hostname need not resolve
     done = subprocess.run([sys.executable, *launch, "two.py"], cwd=folder, capture_output=True, text=True, timeout=300)
@@ -2842,6 +2869,8 @@ def test_train_clips_beside_frozen_parameters_and_evaluation_leaves_each_mode():
     clipped = torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]).norm().item()
     assert len(grads) < len(list(m.parameters())) and clipped == pytest.approx(1e-3, rel=1e-5)
     assert model_py.clip_(m, 0) == pytest.approx(1e-3, rel=1e-5)
+    before = [p.grad.clone() for p in m.parameters() if p.grad is not None]
+    assert model_py.clip_(m, 1.0) < 1 and all(map(torch.equal, before, (p.grad for p in m.parameters() if p.grad is not None)))
     many = torch.randn(4096, 1024)  # whose norm PyTorch has 8e-5 too small on a CPU
     assert all(error(n, t.double().norm()) < 1e-6 for n, t in zip(model_py.norms([many, many[0], many[0, 0]]), (many, many[0], many[0, 0])))
     there = model_py.norms([t.as_subclass(Elsewhere) for t in (many, many[0])])  # a GPU's way, for LAMB's ratios
@@ -3840,6 +3869,11 @@ def test_shaq_qrnn_is_eq_5_to_9(window):
         c = f * c + (1 - f) * z                                                     # eq. 8
         torch.testing.assert_close(h[:, t], o * c, rtol=1e-5, atol=1e-5)            # eq. 9
     torch.testing.assert_close(c_last, c, rtol=1e-5, atol=1e-5)
+    y, state = [], (past, torch.zeros(2, 16))
+    for t in range(5):
+        h_t, state = qrnn(x[:, t:t + 1], state)
+        y.append(h_t)
+    torch.testing.assert_close(torch.cat(y, 1), qrnn(x, (past, torch.zeros(2, 16)))[0])
     assert torch.equal(last_inputs, X[:, 5:]) and last_inputs.untyped_storage().nbytes() == last_inputs.nbytes  # no view of all of x
     more = torch.cat([torch.randn(2, 3, 16), past], dim=1), torch.zeros(2, 16)  # of a wider window: the last inputs are what counts
     assert torch.equal(qrnn(x, more)[0], qrnn(x, (past, torch.zeros(2, 16)))[0])
@@ -3883,8 +3917,36 @@ def test_shaq_dropout_is_everywhere_it_was_published(preset, places, monkeypatch
         module.training = isinstance(module, torch.nn.Dropout)
     model(torch.randint(11, (2, 5)))
     assert on_weights[2:] == [0.5]
-    shapes = shapes[:places]
-    assert shapes.count((2, 5, 64)) == 4 * (preset == "sharnn")
+    shapes = shapes[:places]  # every number by itself; of v by heads
+    inside = 4 * (preset == "sharnn")
+    assert sorted(set(shapes)) == [(2, 1, 5, 16), (2, 5, 16), *[(2, 5, 64)][:inside]] and shapes.count((2, 5, 64)) == inside
+
+
+def test_dropout_stands_where_the_formulas_have_it(monkeypatch):
+    "One that doubles what it should thin out: neither a bias nor GELU nor softmax lets a factor pass"
+    monkeypatch.setattr(model_py.Dropout, "forward", lambda self, x: 2 * x)
+    x, idx, h, m = randn(2, 5, 48), torch.randint(11, (2, 5)), randn(2, 5, 16), randn(2, 5, 16)
+    for config in (dict(), dict(attn_out="hadamard"), dict(attn_out="identity"), dict(attn="dva"), dict(mlp="gelu")):
+        gpt = make(double=True, pos="learned", **config)
+        attn, mlp = gpt.h[0].attn, gpt.h[0].mlp
+        for part, doubled in ((attn, attn(x)), (mlp, mlp(x))):  # of a branch's output
+            monkeypatch.setattr(part, "resid_dropout" if part is attn else "dropout", model_py.nn.Identity())
+            if part is attn:
+                part.resid_dropout.p = 0.0
+            assert error(doubled, 2 * part(x)) < 1e-12
+    for gates in (True, False):  # of q and v; attention() drops weights itself
+        attn, factors = memory_attention(gates=gates), iter((2, 2, 1))
+        assert error(attn(h, m)[0], attention_loop(attn, h, m, drop=lambda t: t * next(factors))) < 1e-12
+    for kind in ("boom", "ffn"):  # inside, after GELU
+        ff = tiny_shaq(ff=kind).blocks[0].ff.double()
+        u = ff.W1(h)
+        u = 2 * u * torch.sigmoid(1.702 * u)
+        assert error(ff(h), u.unflatten(-1, (4, 16)).sum(2) if kind == "boom" else ff.W2(u)) < 1e-12
+    model, seen = tiny_shaq().double(), []  # of the embedding and of what the head takes
+    model.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
+    model.blocks[-1].register_forward_hook(lambda block, args, out: seen.append(out[0]))
+    logits = model(idx)[0]
+    assert torch.equal(seen[0], 2 * model.wte.weight[idx]) and error(logits, 2 * seen[1] @ model.wte.weight.T + model.decoder_bias) < 1e-12
 
 
 def lamb_parameters():
@@ -4201,9 +4263,11 @@ def test_nothing_is_collected_while_a_graph_is_recorded(monkeypatch):
 @pytest.mark.parametrize("preset", ["sharnn", "qrnn", "shaq", "mean_mem"])
 def test_shaq_runs_under_bf16_autocast(preset):
     model = tiny_shaq(preset)
-    idx = torch.randint(11, (2, 25))
+    idx, stream = torch.randint(11, (2, 25)), []
     exact, _ = model(idx[:, :-1], idx[:, 1:])
     total, state = 0.0, None
+    for block in model.blocks:
+        block.register_forward_hook(lambda block, args, out: stream.append(out[0].dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for start in (0, 8, 16):
             loss, state = model(idx[:, start:start + 8], idx[:, start + 1:start + 9], detach_state(state))
@@ -4212,7 +4276,7 @@ def test_shaq_runs_under_bf16_autocast(preset):
         kept = model(idx, state=model_py.each(state, torch.Tensor.float))[1]             # as a run in fp32 leaves it
         rings = model.eval().rings(model_py.each(detach_state(state), torch.Tensor.float), 1)
         assert model.advance(idx[:, :1], rings).isfinite().all()
-    assert loss.dtype == torch.float32 and abs(total - exact.item()) < 0.01
+    assert loss.dtype == torch.float32 and abs(total - exact.item()) < 0.01 and set(stream) == {torch.float32}
     recurrent = torch.float32 if model.config.rnn == "lstm" and not model_py.BF16_LSTM else torch.bfloat16
     assert all(s[0][0][0].dtype == recurrent for s in (state, kept))
     assert all(t.dtype == torch.bfloat16 for s in (state, kept) for t in tensors(s[2][1]))           # memory takes half the room
@@ -4945,6 +5009,19 @@ def test_train_shaq_two_processes_are_one(train_shaq_here, pair, data_dir, tmp_p
     assert len(a) == 1 and a == pytest.approx(b, abs=2e-5)  # said once, of both
     a, b = (tensors(torch.load(out / "ckpt.pt", weights_only=True)["state"]) for out in (tmp_path / "out", folder))
     assert len(a) == len(b) and all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a, b))  # the streams in their order
+
+
+def test_train_shaq_two_processes_resume_bit_for_bit(pair):
+    "Dropout, state and memory of each process's streams, too"
+    folder, _, ends = pair("whole")
+    assert [code for code, *_ in ends] == [0, 0] and [[code for code, *_ in pair(name)[2]] for name in ("cut", "resumed")] == [[130] * 2, [0] * 2]
+    whole, both = records(folder), records(folder.with_name("cut"))
+    starts = [i for i, r in enumerate(both) if "settings" in r]
+    assert len(starts) == 2 and max(losses(both[:starts[1]])[0]) == 2
+    assert losses(both) == losses(whole) and len(losses(whole)[0]) == 5
+    a, b = (torch.load(folder.with_name(name) / "ckpt.pt", weights_only=True) for name in ("whole", "cut"))
+    for what in ("model", "optimizer", "state"):
+        torch.testing.assert_close(a[what], b[what], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
