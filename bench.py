@@ -493,8 +493,8 @@ class Trainer:
 @torch.no_grad()
 def share(model, given):
     """Copy from given {name: tensor} each parameter of the same name and shape and, of c_attn (W_Q W_K W_V in mha, then W_KR and W_QR in dva,
-    W_QR alone in dva_gate), the rows that both have. The initial scale of a branch's last layer depends on n_layer: it is copied only if both
-    have as many."""
+    W_QR alone in dva_gate), as many rows as both have (dva_gate's W_QR starts as dva's W_KR). The initial scale of a branch's last layer
+    depends on n_layer: it is copied only if both have as many."""
     own = dict(model.named_parameters())
     theirs, ours = ({n for n in names if n.startswith("h.") and n.endswith("ln_1.weight")} for names in (given, own))
     branch_ends = () if ours == theirs else ("c_proj.weight", "alpha")

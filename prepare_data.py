@@ -95,6 +95,11 @@ def run(main, again="", memory="a smaller model, batch, window or file"):
         raise
 
 
+def out_of_memory(e):
+    too_much = "out of memory|(can't allocate|not enough) memory|can't start new thread|calculation overflowed"
+    return isinstance(e, MemoryError) or re.search(too_much, str(e))
+
+
 def in_one_line(main, again, memory):
     try:
         main()
@@ -121,8 +126,7 @@ def in_one_line(main, again, memory):
                 die(advice)
         if re.search("gloo.*Connection (closed by peer|reset)", str(e)):
             die("another process ended, so this one ends too; the error of that one, if it could print it, is above")
-        too_much = "out of memory|(can't allocate|not enough) memory|can't start new thread|calculation overflowed"
-        if not isinstance(e, MemoryError) and not re.search(too_much, str(e)):
+        if not out_of_memory(e):
             raise
         die(f"out of memory: take {memory} ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
 
@@ -303,6 +307,10 @@ class Log:
         there = lambda name: os.path.exists(os.path.join(folder, name))
         if written and os.stat(os.path.join(folder, "ckpt.pt")).st_mtime_ns != written:
             die(f"{folder}/ckpt.pt is newer than what this run has read: another has just ended. Type the same command again")
+        if resume_step is None and there("best.pt") and there("ckpt.pt.old") and not there("ckpt.pt"):
+            self.file.seek(0)
+            if self.file.read().count(b'"val_loss"') > 1:  # not its start alone
+                die(f"{folder}/best.pt is all that the last run there could save: move it away, or take another --out_dir")
         # a run without ckpt.pt never replaces one that had it
         if resume_step is None and (there("ckpt.pt") or not there("ckpt.pt.old") and (there("best.pt") or os.path.getsize(path))):
             self.file.seek(0)  # copied, not moved: it is locked. By this handle: closing another one would end the lock
@@ -370,9 +378,9 @@ def start_log(m, s, c, model, data, ckpt):
 
 
 class StopSignal:
-    """Ctrl-C, SIGTERM or a closed terminal (unless nohup ignores it) sets .number and the time .at, and the loop saves after its step, or
-    in the middle of an evaluation, which --resume then repeats; not before the first step. A second signal ends the run at once, but not
-    within the first second: batch systems signal every process, and torchrun passes its own signal on to each."""
+    """Ctrl-C, SIGTERM or a closed terminal (unless nohup ignores it, which torchrun undoes) sets .number and the time .at, and the loop saves
+    after its step, or in the middle of an evaluation, which --resume then repeats; not before the first step. A second signal ends the run at
+    once, but not within the first second: batch systems signal every process, and torchrun passes its own signal on to each."""
 
     def __init__(self):
         self.number = self.at = 0
@@ -447,7 +455,7 @@ def stopped(m, path, step, save, say):
 
 def dispensable(show):
     """show() the sample at a run's end, when all is saved: a signal cuts it short, later ones (torchrun passes its own on) change nothing, and
-    where a tokenizer is missing, which is printed, there is none. The run goes on to its last lines."""
+    where memory or a tokenizer is missing, which is printed, there is none. The run goes on to its last lines."""
     def handle(how):
         for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -465,6 +473,10 @@ def dispensable(show):
             handle(signal.SIG_IGN)
     except (SystemExit, KeyboardInterrupt):
         pass
+    except Exception as e:
+        if not out_of_memory(e):
+            raise
+        warn("note: no memory is left for a sample")
     end_progress()
 
 

@@ -4723,6 +4723,13 @@ def test_train_signal_in_the_sample_at_the_end_cuts_that_alone_short(either, mon
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
     monkeypatch.setattr(script, "sample_text", lambda *a, **kw: signal.raise_signal(signal.SIGHUP) or "a text")
     assert "sample:a text\n" in ended(run("--max_steps=0", out="nohup"))[1]
+    for error in (RuntimeError("CUDA out of memory. Tried to allocate"), ValueError("of another kind")):
+        monkeypatch.setattr(script, "sample_text", unittest.mock.Mock(side_effect=error))
+        if isinstance(error, ValueError):
+            refuses(lambda: run("--max_steps=0", out="other"), "of another kind")
+        else:
+            status, said, err, _ = run("--max_steps=0", out="full")
+            assert status == 0 and "no memory is left for a sample" in err and "log.jsonl: each step's" in said
 
 
 def test_train_shaq_mistakes_are_one_line(train_shaq_here, tmp_path, monkeypatch):
@@ -5780,6 +5787,14 @@ def test_data_a_new_run_keeps_the_one_before_it(tmp_path, capsys, monkeypatch):
     (tmp_path / "best.pt").write_text("d")  # all that a full disk had room for
     pd.Log(str(tmp_path / "log.jsonl"), dict(run="e")).file.close()
     assert files() == old | {"best.pt": "d", "log.jsonl": '{"run": "e"}\n'} and not capsys.readouterr().out
+    log = pd.Log(str(tmp_path / "log.jsonl"), dict(run="e"))
+    for step in (0, 9):  # now it is better than a start
+        log(step=step, val_loss=1.0)
+    log.file.close()
+    before = files()
+    fails(capsys, lambda: pd.Log(str(tmp_path / "log.jsonl"), dict(run="f")), "best.pt is all that", "--out_dir")
+    assert files() == before
+    (tmp_path / "log.jsonl").write_text('{"run": "e"}\n')
     for name in os.listdir(tmp_path):
         if name != "log.jsonl":
             (tmp_path / name).unlink()

@@ -11,8 +11,9 @@ other dropout masks. Batches depend only on seed and step, dropout also on the p
 the order of some sums); a schedule that --max_minutes has shortened stays shortened. Evaluations also save, spending at most a tenth of the
 time on it; the last one always saves.
 Ctrl-C or a signal, after the first step, saves before the run stops; torchrun kills a process that takes longer than 30 seconds, or, from
-torch 2.12 on, than TORCH_ELASTIC_SHUTDOWN_TIMEOUT. In a step's line, norm is the gradient norm before clipping; MFU (model FLOP/s
-utilisation) is the FLOP/s of the model's matrix products, by flops_per_token(), as a share of the device's peak, printed at the start.
+torch 2.12 on, than TORCH_ELASTIC_SHUTDOWN_TIMEOUT. Under nohup give torchrun --signals-to-handle=SIGTERM,SIGINT, or the run ends with its
+terminal. In a step's line, norm is the gradient norm before clipping; MFU (model FLOP/s utilisation) is the FLOP/s of the model's matrix
+products, by flops_per_token(), as a share of the device's peak, printed at the start.
 """
 import argparse
 import os
