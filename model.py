@@ -1296,7 +1296,8 @@ class SHAQ(nn.Module):
     def forward(self, idx, targets=None, state=None):
         """idx (B, T) int64 -> logits (B, T, V), state; with targets (B, T): their mean cross entropy in nats, state. state=None starts a
         stream. The returned one (a list with a tuple for each block, tensors inside) continues it, and torch.save and
-        torch.load(weights_only=True) take it as it is. Between training windows pass it through detach_state()."""
+        torch.load(weights_only=True) take it as it is. Between training windows pass it through detach_state(). How a stream is cut into
+        calls changes nothing while memory=full has room; of a full one, the early positions of a longer call see less."""
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
         if targets is not None and targets.shape != idx.shape:

@@ -3994,7 +3994,7 @@ def test_shaq_flops_per_token_by_hand():
 
 
 @pytest.mark.parametrize("preset, more", [*((p, {}) for p in SHAQ_PRESETS if p not in ("attn2", "attn3", "attn4")),  # sharnn, attending elsewhere
-                                          ("shaq", dict(attn_layers=()))])
+                                          ("shaq", dict(attn_layers=())), ("mean_mem", dict(mem_len=13))])  # which soon is full
 def test_shaq_windows_cut_anywhere_give_one_sequence(preset, more):
     """Also for mean memory, whose grid of windows (5 positions here) the cuts need not respect, and T = 1."""
     model = tiny_shaq(preset, **more)
