@@ -153,6 +153,15 @@ def refuses(call, *words, kind=ValueError):
     return text
 
 
+def claims(**what):
+    "A kind of CPU tensor with these attributes, as has all that is computed from it: it takes the branches that only a GPU's takes"
+    return type("Claims", (torch.Tensor,), {name: property(lambda self, value=value: value) for name, value in what.items()})
+
+
+# some code asks for a tensor's device, some whether it is on a GPU of NVIDIA's
+DeviceIsCuda, DeviceIsMPS, IsCuda = claims(device=SimpleNamespace(type="cuda")), claims(device=torch.device("mps")), claims(is_cuda=True)
+
+
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch):
     for part, name in ((MemoryAttention, "look"), (model_py.LSTM, "forward")):
@@ -287,7 +296,7 @@ def test_hadamard_affine_norm_is_its_parts(rms):
         assert error(torch.autograd.grad(fused(*low)[1], low[5], g)[0], g.double().sum(0)) < 1e-6
 
 
-def test_hadamard_matrix_is_a_real_one_wherever_it_was_first_made():
+def test_hadamard_matrix_is_never_a_cached_fake_tensor():
     from torch._subclasses.fake_tensor import FakeTensorMode
     for cached in (kernels._factors, kernels._plan):
         cached.cache_clear()
@@ -381,7 +390,7 @@ def test_hadamard_affine_rows_by_batch_norm_and_as_off_the_cpu(dtype):
     for n, d in ((0, 12), (1, 64), (37, 768), (301, 5)):
         u, g, weight, shift = torch.randn(n, d).to(dtype), torch.randn(n, d).to(dtype), torch.randn(d).to(wide), torch.randn(d).to(wide)
         u[:1, :1] = math.nan if n == 37 else 0
-        for there in (u, u.as_subclass(Elsewhere)):
+        for there in (u, u.as_subclass(DeviceIsCuda)):
             for b in (shift, None):
                 kernels._affine_rows(there, weight, b, out := torch.empty_like(u))
                 assert near(out, weight.double() * u.double() + (0 if b is None else b.double()))
@@ -393,7 +402,7 @@ def test_hadamard_affine_rows_by_batch_norm_and_as_off_the_cpu(dtype):
                     assert error(dweight.nan_to_num(), (u.double() * g.double()).sum(0).nan_to_num()) < 1e-6
                     assert error(dshift, g.double().sum(0)) < 1e-6
         with patched(torch, "mm", None):  # on a GPU a product might be in TF32
-            kernels._affine_grads(u.as_subclass(Cuda), g, weight, True, torch.empty_like(u))
+            kernels._affine_grads(u.as_subclass(IsCuda), g, weight, True, torch.empty_like(u))
 
 
 def test_hadamard_gradients_of_vectors_stay_in_fp32_inside_autocast():
@@ -578,7 +587,7 @@ def test_hadamard_operators_keep_no_more_than_their_gradients_want():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
+def test_hadamard_affine_on_a_cpu_keeps_x_h_and_is_the_separate_operators(dtype, monkeypatch):
     """Bit for bit, over several blocks of rows, the last not full: output, dx and, beside it, dalpha and dbeta, from x H that the forward
     pass kept; and near the dense product. Without gradients nothing is kept, nor in fp16, which x H may not fit."""
     calls, one, kept = [], kernels._hadamard_backward, []
@@ -608,7 +617,7 @@ def test_hadamard_affine_on_a_cpu_is_the_two_operators(dtype, monkeypatch):
         with torch.no_grad():
             hadamard_affine(x, alpha, beta)
         hadamard_affine(x, alpha.detach(), beta)
-        hadamard_affine(x[:2].as_subclass(Cuda), alpha, beta)  # a GPU's kernel makes x H anew
+        hadamard_affine(x[:2].as_subclass(IsCuda), alpha, beta)  # a GPU's kernel makes x H anew
     assert not kept
 
 
@@ -682,7 +691,7 @@ def test_operators_refuse_forward_mode_and_torch_func_as_readme_says():
 
 @needs_triton
 def test_operators_without_triton_where_it_is_turned_off(monkeypatch, request):
-    x, gates = torch.randn(2, 64).as_subclass(Cuda), torch.randn(1, 4, 48).as_subclass(Cuda)
+    x, gates = torch.randn(2, 64).as_subclass(IsCuda), torch.randn(1, 4, 48).as_subclass(IsCuda)
     paths = lambda: (kernels.hadamard_path(64, "cuda"), hadamard_norm_is_fused(64), kernels._on_triton(x, 1, False), kernels._fo_edges(gates))
     monkeypatch.setattr(kernels, "CPU_CHUNK", 2)
     monkeypatch.setattr(kernels, "_capability", lambda device: (7, 5))
@@ -697,13 +706,13 @@ def test_operators_without_triton_where_it_is_turned_off(monkeypatch, request):
     kernels._hadamard._init_fn(x, None, None, None, 1.0, 1, False)
     h, _, edges = kernels._fo_op._init_fn([gates], None)
     kernels._fo_backward_op._init_fn([gates], edges, torch.ones(h.shape), None)
-    kernels.rope_backward._init_fn([torch.randn(1, 2, 4, 8).as_subclass(Cuda)] * 3, *model_py.rope_table(4, 8))
-    kernels.one_query_attention(*[torch.randn(1, 2, 1, 8).as_subclass(Cuda)] * 3)
+    kernels.rope_backward._init_fn([torch.randn(1, 2, 4, 8).as_subclass(IsCuda)] * 3, *model_py.rope_table(4, 8))
+    kernels.one_query_attention(*[torch.randn(1, 2, 1, 8).as_subclass(IsCuda)] * 3)
 
 
 @needs_triton
 def test_operators_of_tensors_on_a_gpu_run_the_triton_kernels(monkeypatch):
-    x, v, gates, called = torch.ones(2, 64).as_subclass(Cuda), torch.ones(64), torch.ones(1, 4, 48).as_subclass(Cuda), []
+    x, v, gates, called = torch.ones(2, 64).as_subclass(IsCuda), torch.ones(64), torch.ones(1, 4, 48).as_subclass(IsCuda), []
     names = "_transform_triton", "_grads_triton", "_norm_triton", "_norm_backward_triton", "_fo_forward_triton", "_fo_backward_triton"
     for name in names:
         monkeypatch.setattr(kernels, name, lambda *a, name=name: called.append(name) or (x, x, x))
@@ -733,7 +742,7 @@ def test_hadamard_triton_takes_what_it_can_hold(monkeypatch):
         assert not plan or plan["M"] * plan["P"] * plan["C"] * (plan["W"] // plan["CW"]) == how[0][0] and plan["CW"] % plan["V"] == 0
     fused = [hadamard_norm_is_fused(*how) for how in ((768, 12), (1024, 16), (3584, 28, True), (4096, 32, True),  # its gradients would spill
                                                       (512, 2, True))]  # no program holds whole heads
-    beside = [kernels._norm_on_triton(torch.ones(1, 512).as_subclass(Cuda), torch.ones(1, 512, dtype=kind), *how)
+    beside = [kernels._norm_on_triton(torch.ones(1, 512).as_subclass(IsCuda), torch.ones(1, 512, dtype=kind), *how)
               for kind, *how in ((torch.float32, 1, False), (torch.float64, 1, False), (torch.float32, 2, True))]
     assert [*fused, *beside] == [kernels.triton is not None and yes for yes in (True, False, True, False, False, True, False, False)]
     for untried in (False, True):  # no error where there is no GPU to ask
@@ -1225,9 +1234,9 @@ def test_gpt_dropout_by_many_draws_at_once_is_dropout(p, dtype):
     with torch.device("meta"):  # as torch.set_default_device would have it
         assert model_py.Dropout(p)(x).device.type == "cpu"
     assert p or not model_py.keep_mask(torch.ones(2 ** 22), 4e-6).all()  # drops 17: an outcome of 0 has probability 5e-8
-    for t in (x.detach(), x.detach().as_subclass(Elsewhere)):  # backward draws the same again
+    for t in (x.detach(), x.detach().as_subclass(DeviceIsCuda)):  # backward draws the same again
         assert torch.equal(*(model_py.keep_mask(t, p, torch.Generator().manual_seed(3)) for _ in range(2)))
-    there = model_py.keep_mask(x.detach().as_subclass(Elsewhere), p)  # in attention on a GPU
+    there = model_py.keep_mask(x.detach().as_subclass(DeviceIsCuda), p)  # in attention on a GPU
     assert abs((there == 0).double().mean() - p) <= 5 * (p * (1 - p) / x.numel()) ** 0.5
     assert there.dtype == dtype and ((there == 0) | (there == 1)).all()
     a, b, c = (torch.manual_seed(seed) and model_py.Dropout(p)(x) for seed in (1, 1, 2))
@@ -1416,7 +1425,7 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
     there, T, d, h = copy.deepcopy(m), 9, m.config.n_embd, m.config.n_head
     table, calls = model_py.rope_table(T, d // h), []
     with patched(model_py, "rope_backward", lambda *a: calls.append(a) or kernels.rope_backward(*a)):
-        for model, x in ((m, idx), (there, idx.as_subclass(Cuda))):
+        for model, x in ((m, idx), (there, idx.as_subclass(IsCuda))):
             model(x).as_subclass(torch.Tensor).square().sum().backward()
             assert len(calls) == (0 if x is idx or kernels.triton is None else len(m.h))
             with torch.no_grad():
@@ -1432,7 +1441,7 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
         results.append([y.detach() for y in out] + [*torch.autograd.grad(out, qkv, dys)])
     torch.testing.assert_close(results[1:], results[:1] * 2, rtol=0, atol=1e-14)
     torch.library.opcheck(kernels.rope_backward, ([dys[0].detach()] * 3, *table), test_utils=("test_schema", "test_faketensor"))
-    one, dx = idx[:, :1], torch.zeros(2, h, T, d // h).as_subclass(Cuda)
+    one, dx = idx[:, :1], torch.zeros(2, h, T, d // h).as_subclass(IsCuda)
     with patched(torch.Tensor, "is_cuda", True, create=True):  # torch.func, which takes no such Function, gets rope() itself
         found = torch.func.grad(lambda p: torch.func.functional_call(m, p, (one,)).square().sum())(dict(m.named_parameters()))
     m.zero_grad()
@@ -1451,7 +1460,7 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
         assert calls == ["triton"] * 2 * (kernels.triton is not None)
         calls.clear()
         for B in (2**16 - 1, 2**16):  # a grid's third axis counts to 65535
-            kernels.rope_backward._init_fn([torch.zeros(1, 1, 1, 2).as_subclass(Cuda).expand(B, 1, 1, 2)], *2 * [torch.zeros(1, 1, 1)])
+            kernels.rope_backward._init_fn([torch.zeros(1, 1, 1, 2).as_subclass(IsCuda).expand(B, 1, 1, 2)], *2 * [torch.zeros(1, 1, 1)])
         assert calls == ["triton"] * (kernels.triton is not None)
     with pytest.raises(ValueError, match="of one shape"):  # grouped queries: the kernel would read on beyond the fewer heads
         kernels.rope_backward([dx, dx[:, :1], dx[:, :1]], *table)
@@ -1529,7 +1538,7 @@ def test_one_query_kernel_is_masked_attention_and_reads_only_what_it_may(dtype, 
 def test_attention_of_one_query_takes_its_kernel_on_a_gpu_without_gradients(monkeypatch):
     q, k, mask, calls = torch.randn(2, 3, 1, 8), torch.randn(2, 3, 5, 8), model_py.up_to(torch.tensor([3]), 5, torch.float32), []
     op = patched(model_py, "one_query_attention", lambda *a: calls.append(a) or kernels.one_query_attention(*a))
-    there = [t.as_subclass(Cuda) for t in (q, k)]
+    there = [t.as_subclass(IsCuda) for t in (q, k)]
     with op, patched(kernels, "_one_query_triton", lambda q, k, v, mask, out: out.fill_(7), create=True):
         q_there, k_there = there
         attention(q_there, k_there, k_there, mask=mask)  # the kernel has no gradient
@@ -1814,13 +1823,13 @@ def test_gpt_blocked_attention_drops_the_same_when_it_is_recomputed(monkeypatch)
     monkeypatch.setattr(model_py, "blocked_attention", lambda *a: drawn.append(a[-3::2]) or a[:1])
     for grads in (False, True):
         with torch.set_grad_enabled(grads):
-            attention(*(t.as_subclass(Cuda) for t in (leaf[0][:, :, :4], *leaf[1:])), dropout=0.4)
-            q, k, v = (t[:, :, -1:].as_subclass(Cuda) for t in leaf)  # one query, too
-            attention(q, *(t.as_subclass(Cuda) for t in leaf[1:]), dropout=0.4, new=(k, v))
+            attention(*(t.as_subclass(IsCuda) for t in (leaf[0][:, :, :4], *leaf[1:])), dropout=0.4)
+            q, k, v = (t[:, :, -1:].as_subclass(IsCuda) for t in leaf)  # one query, too
+            attention(q, *(t.as_subclass(IsCuda) for t in leaf[1:]), dropout=0.4, new=(k, v))
     assert drawn == [(None, False)] * 2 + [(None, True)] * 2
     for recording in (True, False):  # a graph would freeze a seed of the CPU's; else it spares what many keys would keep
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
-        attention(*[torch.randn(1, 2, 60, 3).as_subclass(Cuda)] * 3, dropout=0.4)
+        attention(*[torch.randn(1, 2, 60, 3).as_subclass(IsCuda)] * 3, dropout=0.4)
         assert (drawn[-1][0] is None) == recording == drawn[-1][1]
 
 
@@ -1848,7 +1857,7 @@ def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
     y, x = wide.generate(idx[:1, -2:], 60, 0), idx[:1, -2:]  # past three strides of the cache
     assert torch.equal(wide(y[:, :-1])[:, 1:].argmax(-1), y[:, 2:]) and torch.equal(y[:, :2], x)
     x = long[:, :15]
-    for x, stride, graphs in ((x, 16, 2), (x.as_subclass(Cuda), 256, 1)):  # a graph serves so many positions, and reads no others
+    for x, stride, graphs in ((x, 16, 2), (x.as_subclass(IsCuda), 256, 1)):  # a graph serves so many positions, and reads no others
         with patched(model_py, "captured", wraps=model_py.captured) as captured, patched(wide, "hidden", wraps=wide.hidden) as hidden:
             wide.generate(x, 3, 0)
         assert captured.call_count == graphs and hidden.call_args_list[1].args[1][0][0].size(2) == min(stride, 18)
@@ -1998,7 +2007,7 @@ def test_gpt_loss_holds_the_logits_of_one_slice_at_a_time_and_no_second_copy(row
         model_py.HeadLoss.apply(x, w, torch.randint(97, (50,)), True)
         assert len(made) == 50 // rows and max(live) == 1
         made.clear()
-        model_py.HeadLoss.apply(x.as_subclass(Elsewhere), w, torch.randint(97, (50,)), True)
+        model_py.HeadLoss.apply(x.as_subclass(DeviceIsCuda), w, torch.randint(97, (50,)), True)
     assert len(made) == (1 if rows == 50 else 2)  # on a GPU four times as many
 
 
@@ -2128,18 +2137,10 @@ def test_gpt_cache_filled_in_pieces(attn, pos, out):
     assert torch.equal(*(m.generate(idx[:, :3], 4, 0.0, use_cache=cached) for cached in (True, False)))
 
 
-def says(**what):
-    "A kind of CPU tensor that says so, as all that is computed from it does: it takes the branches that only a GPU takes"
-    return type("Says", (torch.Tensor,), {name: property(lambda self, value=value: value) for name, value in what.items()})
-
-
-Elsewhere, Apple, Cuda = says(device=SimpleNamespace(type="cuda")), says(device=torch.device("mps")), says(is_cuda=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_gpt_attention_of_a_later_keys_nan_is_that_rows_alone(dtype):
     def whole(*qkv):  # as on a GPU, in plain operations
-        return attention(*(F.pad(t, (0, 300)).as_subclass(Elsewhere) for t in qkv)).as_subclass(torch.Tensor)[..., :4]
+        return attention(*(F.pad(t, (0, 300)).as_subclass(DeviceIsCuda) for t in qkv)).as_subclass(torch.Tensor)[..., :4]
 
     # 320: on matrix units a bf16 product of torch 2.11 lets a row's NaN into the one before, unless 32 divides what it sums over
     for (T, at), f in itertools.product(((6, 5), (320, 140)), (attention, whole)):
@@ -2162,7 +2163,7 @@ def test_gpt_blocked_attention_on_apples_gpus_adds_to_nothing_that_was_never_wri
     true, g = torch.autograd.grad(y.sum(), leaf), torch.ones_like(y)
     monkeypatch.setattr(torch.Tensor, "baddbmm_", lambda s, a, b, *, beta=1, alpha=1: s.mul_(beta).add_(torch.bmm(a, b), alpha=alpha))
     monkeypatch.setattr(torch, "empty_like", lambda t: torch.full_like(t, math.nan))
-    there = [None if t is None else t.detach().as_subclass(Apple) for t in (g, q, k, q_r, v, k_r)]
+    there = [None if t is None else t.detach().as_subclass(DeviceIsMPS) for t in (g, q, k, q_r, v, k_r)]
     with torch.no_grad():
         found = model_py.blocked_attention_backward._init_fn(*there, None, None, None, 0.0, kept)
     for a, b in zip(found, true):
@@ -2173,36 +2174,36 @@ def test_gpt_blocked_attention_on_apples_gpus_adds_to_nothing_that_was_never_wri
                                     dict(attn="dva")])
 def test_gpt_branches_of_a_gpt_on_a_gpu_give_what_those_of_a_cpu_give(config):
     m, idx = make(double=True, **config), torch.randint(0, 97, (2, 9))
-    there = m(idx.as_subclass(Elsewhere))
-    assert isinstance(there, Elsewhere) and error(there.as_subclass(torch.Tensor), m(idx)) < 1e-12
-    q, k, v = (randn(2, 32, 3, 4).as_subclass(Elsewhere) for _ in range(3))  # by PyTorch's operator, whose first query sees one key
+    there = m(idx.as_subclass(DeviceIsCuda))
+    assert isinstance(there, DeviceIsCuda) and error(there.as_subclass(torch.Tensor), m(idx)) < 1e-12
+    q, k, v = (randn(2, 32, 3, 4).as_subclass(DeviceIsCuda) for _ in range(3))  # by PyTorch's operator, whose first query sees one key
     whole, half = (attention(q, k, v, dropout=p).as_subclass(torch.Tensor)[:, :, 0] for p in (0.0, 0.5))
     gone = (half == 0).all(-1)
     assert 10 < gone.sum() < 54 and error(half[~gone], 2 * whole[~gone]) < 1e-12
     q, k, v = randn(1, 2, 3, 4), randn(1, 2, 7, 4), randn(1, 2, 7, 4)  # a window behind a memory: PyTorch's causal mask would be another
     with patched(model_py, "blocked_attention", lambda *a: blocked_attention(*(
-            t.as_subclass(torch.Tensor) if isinstance(t, Elsewhere) else t for t in a))[:1]):
-        y = attention(*(t.as_subclass(Elsewhere) for t in (q, k, v)))
+            t.as_subclass(torch.Tensor) if isinstance(t, DeviceIsCuda) else t for t in a))[:1]):
+        y = attention(*(t.as_subclass(DeviceIsCuda) for t in (q, k, v)))
     assert error(y, attention(q, k, v)) < 1e-12
 
 
 @pytest.mark.parametrize("T, outer", [(2, False), (300, False), (2, True), (8, True)])
-def test_gpt_wide_heads_on_a_gpu_whole_where_that_is_small(T, outer, monkeypatch):
+def test_gpt_wide_heads_on_a_gpu_take_plain_attention_while_scores_are_small(T, outer, monkeypatch):
     leaf = [randn(2, 2, T, w, grad=True) for w in ((8, 8, 8, 8, 8) if outer else (260, 260, 300))]
     q, k, v, *more = leaf
     y, dy = attention(q, k, v, *more), randn(2, 2, T, 8 if outer else 300)
     monkeypatch.setattr(model_py, "blocked_attention", None)
-    there = attention(*(t.as_subclass(Elsewhere) for t in leaf))
-    assert isinstance(there, Elsewhere) and error(there.as_subclass(torch.Tensor), y.detach()) < 1e-12
+    there = attention(*(t.as_subclass(DeviceIsCuda) for t in leaf))
+    assert isinstance(there, DeviceIsCuda) and error(there.as_subclass(torch.Tensor), y.detach()) < 1e-12
     for a, b in zip(torch.autograd.grad(there.as_subclass(torch.Tensor), leaf, dy), torch.autograd.grad(y, leaf, dy)):
         assert error(a, b) < 1e-12
-    half = attention(*(t.as_subclass(Elsewhere) for t in leaf), dropout=0.5).as_subclass(torch.Tensor)
+    half = attention(*(t.as_subclass(DeviceIsCuda) for t in leaf), dropout=0.5).as_subclass(torch.Tensor)
     assert error(half, y.detach()) > 0.1  # dropout is there
     if T < 9:  # and keeps the mean
-        many = [t.detach()[:1].expand(6000, -1, -1, -1).as_subclass(Elsewhere) for t in leaf]
+        many = [t.detach()[:1].expand(6000, -1, -1, -1).as_subclass(DeviceIsCuda) for t in leaf]
         assert error(attention(*many, dropout=0.5).as_subclass(torch.Tensor).mean(0), y[0].detach()) < 0.1
     with pytest.raises(TypeError, match="NoneType"):  # one query more, and the weights outgrow the values: by blocks
-        attention(*(torch.cat((t, randn(2, 2, (8 if outer else 300) + 1 - T, t.size(-1))), 2).as_subclass(Elsewhere) for t in leaf))
+        attention(*(torch.cat((t, randn(2, 2, (8 if outer else 300) + 1 - T, t.size(-1))), 2).as_subclass(DeviceIsCuda) for t in leaf))
 
 
 @pytest.mark.parametrize("config", [dict(), dict(norm="rmsnorm"), dict(bias=False, attn_out="head_hadamard")])
@@ -2212,7 +2213,7 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
     for block in m.h:
         block.attn.one_pass, block.ln_2.eps = True, 0.3
     m.train()  # without dropout
-    for x in (idx, idx.as_subclass(Cuda)):
+    for x in (idx, idx.as_subclass(IsCuda)):
         calls = []
         with patched(model_py, "hadamard_affine_norm", lambda *a: calls.append(a) or hadamard_affine_norm(*a)):
             y = m(x)
@@ -2223,9 +2224,9 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
     assert all(error(a, b) < 1e-11 for a, b in zip(*results))
     with patched(model_py, "hadamard_affine_norm", wraps=hadamard_affine_norm) as called:
         m.eval().h[0].attn.resid_dropout.p = 0.5  # which is off
-        m(idx.as_subclass(Cuda))
+        m(idx.as_subclass(IsCuda))
     assert called.call_count == len(m.h)
-    for x in (idx, idx.as_subclass(Cuda)):  # in generation, too: a prompt, then a token at a time, at a place that is a tensor
+    for x in (idx, idx.as_subclass(IsCuda)):  # in generation, too: a prompt, then a token at a time, at a place that is a tensor
         with torch.no_grad():
             cache = m.new_cache(2, 16)
             y = [m(x[:, :5], cache=cache)] + [m(x[:, i:i + 1], cache=cache, pos=torch.tensor([i])) for i in range(5, 9)]
@@ -2249,11 +2250,11 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
     other.h[8].attn.forward = lambda x, *a: x
     other.h[9].attn.resid_dropout.register_forward_hook(lambda *a: seen.append(9))
     with patched(model_py, "hadamard_affine_norm", None):
-        m(idx.as_subclass(Cuda))
+        m(idx.as_subclass(IsCuda))
         for module in m.modules():  # Monte Carlo dropout
             module.training = isinstance(module, nn.Dropout)
-        m(idx.as_subclass(Cuda))
-        other(idx.as_subclass(Cuda))
+        m(idx.as_subclass(IsCuda))
+        other(idx.as_subclass(IsCuda))
     assert seen == [3, 4, 6, True, 9]
     m, dtypes = make(attn_out="hadamard"), []  # under autocast the sum of branches and the layer's vectors stay as they are
     for block in m.h:
@@ -2261,7 +2262,7 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
         block.register_forward_hook(lambda block, x, y: dtypes.append(y.dtype))
     for name, real in (("hadamard_affine", hadamard_affine), ("hadamard_affine_norm", hadamard_affine_norm)):
         monkeypatch.setattr(model_py, name, lambda y, *a, real=real: dtypes.extend(t.dtype for t in a if isinstance(t, torch.Tensor)) or real(y, *a))
-    for x, vectors in ((idx, 2), (idx.as_subclass(Cuda), 5)):  # alpha, beta; with the residual and the norm's
+    for x, vectors in ((idx, 2), (idx.as_subclass(IsCuda), 5)):  # alpha, beta; with the residual and the norm's
         dtypes.clear()
         with torch.autocast("cpu", torch.bfloat16):
             m(x)
@@ -2270,7 +2271,7 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
     assert not any(block.attn.one_pass for block in make(attn_out="signed_hadamard").h)
 
 
-def test_run_variants_half_added_are_refused(monkeypatch):
+def test_run_variants_without_a_formula_are_refused(monkeypatch):
     "A new name among those of attn, attn_out, mlp or schedule, without its formula"
     for name in ("attn", "attn_out", "mlp"):
         monkeypatch.setitem(CHOICES, name, [*CHOICES[name], "new"])
@@ -2873,7 +2874,7 @@ def test_train_clips_beside_frozen_parameters_and_evaluation_leaves_each_mode():
     assert model_py.clip_(m, 1.0) < 1 and all(map(torch.equal, before, (p.grad for p in m.parameters() if p.grad is not None)))
     many = torch.randn(4096, 1024)  # whose norm PyTorch has 8e-5 too small on a CPU
     assert all(error(n, t.double().norm()) < 1e-6 for n, t in zip(model_py.norms([many, many[0], many[0, 0]]), (many, many[0], many[0, 0])))
-    there = model_py.norms([t.as_subclass(Elsewhere) for t in (many, many[0])])  # a GPU's way, for LAMB's ratios
+    there = model_py.norms([t.as_subclass(DeviceIsCuda) for t in (many, many[0])])  # a GPU's way, for LAMB's ratios
     assert all(error(n, t.double().norm()) < 1e-3 for n, t in zip(there, (many, many[0])))
     p = nn.Parameter(torch.ones(3, device="meta"))  # a device for which PyTorch has no foreach, as Apple's
     p.grad = torch.ones_like(p)
@@ -3672,7 +3673,7 @@ def test_fopool_sigmoid_in_ptx_has_the_right_constants(monkeypatch):
     "What only a GPU could compute: -log2(e) and 1"
     words = re.findall(r"0f([0-9A-F]{8})", Path(kernels.__file__).read_text(encoding="utf-8"))
     assert [struct.unpack(">f", bytes.fromhex(w))[0] for w in words] == pytest.approx([-math.log2(math.e), 1.0])
-    ptx = lambda dtype: kernels._fo_plan(*[torch.zeros(1, 2, 3, dtype=dtype).as_subclass(Cuda)] * 3)[-1]["PTX"]
+    ptx = lambda dtype: kernels._fo_plan(*[torch.zeros(1, 2, 3, dtype=dtype).as_subclass(IsCuda)] * 3)[-1]["PTX"]
     assert ptx(torch.bfloat16) and not ptx(torch.float64)  # the instructions are fp32's, and NVIDIA's
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not ptx(torch.bfloat16)
@@ -3799,7 +3800,7 @@ def test_shaq_attention_over_memory_is_a_masked_loop(n_head, gates):
     torch.testing.assert_close(attn(h, m)[0], attention_loop(attn, h, m), rtol=1e-12, atol=1e-12)
 
 
-def test_shaq_attention_over_5000_positions_needs_no_mask_of_the_window_by_these():
+def test_shaq_attention_over_5000_positions_is_not_quadratic():
     attn, memory, peaks = memory_attention(mem_len=10**5), torch.randn(1, 5000, 16, dtype=torch.float64), []
     for T in (256, 1024):
         h = torch.randn(1, T, 16, dtype=torch.float64, requires_grad=True)
@@ -4948,7 +4949,7 @@ def test_shaq_lstm_takes_16_bit_state_and_stays_fp32_where_it_must(monkeypatch):
             monkeypatch.setattr(model_py, "BF16_LSTM", able)
             assert block.rnn(x, state)[0].dtype == (torch.bfloat16 if able else torch.float32)
         torch.testing.assert_close(block.rnn(x[:, :1], state)[0], wanted[0][:, :1])  # one byte is read in fp32
-    mine = block.rnn(x.as_subclass(Cuda), state)
+    mine = block.rnn(x.as_subclass(IsCuda), state)
     torch.testing.assert_close(tuple(t.as_subclass(torch.Tensor) for t in (mine[0], *mine[1])), (wanted[0], *wanted[1]))
     with torch.autocast("cpu", torch.float16):  # which oneDNN's does not train in
         block.rnn(x.float().requires_grad_(), state)[0].sum().backward()
@@ -7161,7 +7162,7 @@ def test_bench_timing_interleaves_and_warms_up(monkeypatch):
     assert bench.spread(np.array([1e-3, 2e-3, 3e-3, 10e-3, 11e-3])) == "3 ± 4" and bench.deviation([1, 2, 6]) == 7 ** 0.5
     assert [bench.spread(np.array([m - 2 * q, m, m + 2 * q]) / 1e3) for m, q in ((0.0801, 6e-5), (977.3, 0.04), (150, 6), (1234, 0))] == [
         "0.08010 ± 0.00006", "977.30 ± 0.04", "150 ± 6", "1,234 ± 0"]
-    for kind, held in ((torch.Tensor, 0), (Cuda, 3)):  # a GPU's results are kept for one turn
+    for kind, held in ((torch.Tensor, 0), (IsCuda, 3)):  # a GPU's results are kept for one turn
         made, inputs = [], [torch.ones(1).as_subclass(kind) for _ in range(3)]
         work = bench.in_turn(lambda x: (y := x + 1, made.append(weakref.ref(y)))[0], inputs)
         assert [work(i) for i in range(7)] == [None] * 7 and sum(y() is not None for y in made) == held
