@@ -3166,7 +3166,8 @@ def test_train_seed_draws_the_first_weights():
         assert one.config.vocab_size == (320 if script is train_gpt else 300)  # the data's, a GPT's padded
     for script, more, betas in ((train_gpt, dict(size="tiny"), (0.9, 0.95)), (train_shaq, dict(optimizer="adamw"), (0.9, 0.999))):
         optimizer = script.build(*script.settle(small | more, {}, m), data, m)[1]
-        assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"] and {(g["betas"], g["eps"]) for g in optimizer.param_groups} == {(betas, 1e-8)}
+        assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
+        assert {(g["betas"], g["eps"]) for g in optimizer.param_groups} == {(betas, 1e-8)}
 
 
 BAD_FLAGS = [
