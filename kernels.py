@@ -1049,9 +1049,10 @@ def _multiprocessors(device):  # the interpreter has as many as an H200
 
 
 def _programs(N, plan, warps, device, kind):
-    """How many programs to launch, for each of the plan's columns, of a kernel that sums over rows: as many as run at once, since more would
-    run later, alone. A multiprocessor has registers for 8 warps of 255 a thread, 12 of 168 or 16 of 128. Which of these a kernel takes follows
-    from how many numbers of one tensor a thread holds, by its compiled code (Triton 3.9): with more than `most` it takes 255"""
+    """How many programs of a kernel that sums over rows to launch for each of the plan's columns: over all columns as many as run at once,
+    since more would run later, alone. A multiprocessor has registers for 8 warps of 255 a thread, 12 of 168 or 16 of 128. Which of these a
+    kernel takes follows from how many numbers of one tensor a thread holds, by its compiled code (Triton 3.9): with more than `most` it takes
+    255"""
     numbers = plan["R"] * plan.get("W", 512) * plan["M"] * plan["P"] // (32 * warps)
     most = 32 if kind == "backward" or kind == "grads" and plan["INNER"] else 48 if kind == "grads" else 0
     if kind == "backward" and warps > 1 and plan["INNER"]:  # fp32 rows of 2048 and 4096: 32 take 255
@@ -1302,7 +1303,7 @@ _hadamard_norm.register_autograd(_derive_hadamard_norm, setup_context=_save_hada
 
 
 def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
-    "Whether hadamard_affine_norm is one kernel on a GPU, but for fp64: up to d = 768, and for a mix over up to 28 heads of 8 k <= 128 channels"
+    "Whether hadamard_affine_norm is one kernel on a GPU (not in fp64): up to d = 768, and mixing up to 28 heads of 8, 16 .. 128 channels"
     if n_head < 1 or d % n_head:
         return False
     orders = (n_head,) if heads_only else (n_head, d // n_head)
@@ -1346,7 +1347,7 @@ def hadamard_transform(x, scale=1.0):
 
     x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype. On the Triton path sums are fp32 (on
     tensor cores, if UNTRIED, 16 binary digits between products). By PyTorch, bf16 rows wider than 192 may be rounded between their two
-    products, too (1.4 times the error), and all rows before a scale that is no power of two (with both 1.7 times); on a GPU fp32 and fp16 take
+    products, too (1.4 times the error), and bf16 rows before a scale that is no power of two (with both 1.7 times); on a GPU fp32 and fp16 take
     TF32 where torch.set_float32_matmul_precision allows it.
     Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it orthogonal (x H
     may reach d times the largest |x|, and fp16 holds up to 65504). For d = 2^k H is that package's, for 12 * 2^k its hadamard_transform_12N's (d
@@ -1991,7 +1992,7 @@ def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tenso
 # -----------------------------------------------------------------------------
 # Attention of one query, as in decoding: all work is to read keys and values once. PyTorch's kernels are made for many queries: on an H200
 # (2,048 sequences of up to 66 positions, 12 heads of 64, bf16) they take 129 to 194 us, where reading what is there would take some 45. It
-# is for many sequences: no two programs share one head, so few leave multiprocessors idle.
+# is for many sequences: each head is one program's, so with few sequences multiprocessors idle.
 # No GPU has run this kernel (UNTRIED).
 
 if triton is not None:

@@ -183,7 +183,7 @@ class TurnedHeads(torch.autograd.Function):
 
 
 def extend(seen, new, at):
-    "Write new, a layer's keys or values, into its cache seen (B, h, length, any) -> what attention reads of it. at: see Attention.forward"
+    "Write new, a layer's keys or values, into its cache seen (B, h, length, any) -> what attention reads of it. at: see Attention.mix"
     if isinstance(at, torch.Tensor):  # a step of generate(), whose shapes are fixed for CUDA graphs: a mask hides the rest
         seen[:, :, at] = new.to(seen.dtype)
         return seen
@@ -313,7 +313,7 @@ class Block(nn.Module):
         self.mlp = MLP(config) if config.mlp != "none" else None
 
     def forward(self, x, table=None, cache=None, at=None, mask=None):
-        "x (B, T, d) -> (B, T, d); the rest as in Attention.forward"
+        "x (B, T, d) -> (B, T, d); the rest as in Attention.mix"
         if self.mlp is None:
             return x + self.attn(self.ln_1(x), table, cache, at, mask)
         norm, attn = self.ln_2, self.attn
@@ -1297,7 +1297,8 @@ class SHAQ(nn.Module):
         """idx (B, T) int64 -> logits (B, T, V), state; with targets (B, T): their mean cross entropy in nats, state. state=None starts a
         stream. The returned one (a list with a tuple for each block, tensors inside) continues it, and torch.save and
         torch.load(weights_only=True) take it as it is. Between training windows pass it through detach_state(). How a stream is cut into
-        calls changes nothing while memory=full has room; of a full one, the early positions of a longer call see less."""
+        calls changes nothing with memory=mean, and with memory=full while it has room (once full, a longer call's early positions see less);
+        with memory=none attention sees its own call alone."""
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"idx has shape {tuple(idx.shape)}: expected (B, T) with T of at least 1")
         if targets is not None and targets.shape != idx.shape:

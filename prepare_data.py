@@ -296,7 +296,7 @@ def alone(folder):
 
 class Log:
     """OUT/log.jsonl: one JSON object a line, the first says what ran. If the disk is full, records are lost, but the run goes on. A new run
-    keeps the checkpoints and the log of the run before it as *.old."""
+    keeps the checkpoints and the log of the run before it as *.old, and dies where a full disk left that run best.pt alone."""
 
     def __init__(self, path, first, resume_step=None, evaluated=True, written=None):
         """resume_step: the checkpoint's step, if the run resumes. The earlier log is then kept up to there: the records of all earlier steps
@@ -309,7 +309,7 @@ class Log:
             die(f"{folder}/ckpt.pt is newer than what this run has read: another has just ended. Type the same command again")
         if resume_step is None and there("best.pt") and there("ckpt.pt.old") and not there("ckpt.pt"):
             self.file.seek(0)
-            if self.file.read().count(b'"val_loss"') > 1:  # not its start alone
+            if self.file.read().count(b'"val_loss"') > 1:  # it may be better than a start
                 die(f"{folder}/best.pt is all that the last run there could save: move it away, or take another --out_dir")
         # a run without ckpt.pt never replaces one that had it
         if resume_step is None and (there("ckpt.pt") or not there("ckpt.pt.old") and (there("best.pt") or os.path.getsize(path))):

@@ -154,11 +154,11 @@ def refuses(call, *words, kind=ValueError):
 
 
 def claims(**what):
-    "A kind of CPU tensor with these attributes, as has all that is computed from it: it takes the branches that only a GPU's takes"
+    "A kind of CPU tensor with these attributes, which results of it keep: it takes the branches that only a GPU's takes"
     return type("Claims", (torch.Tensor,), {name: property(lambda self, value=value: value) for name, value in what.items()})
 
 
-# some code asks for a tensor's device, some whether it is on a GPU of NVIDIA's
+# some code asks for a tensor's device, some whether it is on CUDA
 DeviceIsCuda, DeviceIsMPS, IsCuda = claims(device=SimpleNamespace(type="cuda")), claims(device=torch.device("mps")), claims(is_cuda=True)
 
 
@@ -999,7 +999,7 @@ def test_hadamard_takes_tensor_cores_where_they_are_and_fit(monkeypatch):
             monkeypatch.setattr(kernels, "_capability", lambda device: arch)
             assert kernels._programs(2 ** 16, plan, warps, GPU, "grads") == wanted
     plan, warps = kernels._plan(8192, 8, True, 16, "backward")  # 1,024 channels a head, in 8 columns: all of these together fit
-    assert kernels._columns(plan) == 8 and kernels._programs(2 ** 16, plan, warps, GPU, "backward") == 100 * (8 // warps) // 8
+    assert arch == (12, 0) and kernels._columns(plan) == 8 and kernels._programs(2 ** 16, plan, warps, GPU, "backward") == 50
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "UNTRIED", True)
     with torch.device("meta"):  # as torch.set_default_device would have it
@@ -1968,7 +1968,7 @@ def test_gpt_training_compiles_without_a_graph_break(config):
     assert torch.compile(model_py.Dropout(0.5), fullgraph=True, backend="aot_eager")(torch.ones(999)).unique().tolist() == [0, 2]
     with torch.autocast("cpu", torch.bfloat16):  # compiled, it draws in another way
         without = model.eval()(idx, idx)
-    assert all(0.001 < abs(loss - without) < 0.2 and all(g.any() for g in grads) for loss, *grads in results)
+    assert all(abs(loss - without) < 0.2 and all(g.any() for g in grads) for loss, *grads in results)
 
 
 def test_peak_flops_knows_cards_by_whole_words(monkeypatch):
@@ -5838,7 +5838,7 @@ def test_data_a_new_run_keeps_the_one_before_it(tmp_path, capsys, monkeypatch):
     (tmp_path / "best.pt").write_text("d")  # all that a full disk had room for
     pd.Log(str(tmp_path / "log.jsonl"), dict(run="e")).file.close()
     assert files() == old | {"best.pt": "d", "log.jsonl": '{"run": "e"}\n'} and not capsys.readouterr().out
-    for steps in ((0,), (0, 9)):  # then it is better than a start
+    for steps in ((0,), (0, 9)):  # a best.pt of the start alone gives way, a later one does not
         log = pd.Log(str(tmp_path / "log.jsonl"), dict(run="e"))
         for step in steps:
             log(step=step, val_loss=1.0)
@@ -7800,6 +7800,7 @@ def test_hadamard_machine_code_has_few_instructions_and_no_spills_but_those_know
               f"stack {code.stack}, {wide} wide")
         in_loop = kind in ("grads", "backward", "norm backward")
         counted = code.loop if in_loop else code.each
+        # fewer than half: something was not counted
         if code.stack or not ceiling / 2 < counted <= ceiling or any(op.startswith(("LDL", "STL")) for op in code.ops):
             faults.append((what, code.each, code.stack))
         if kind == "forward" and code.plan["V"] >= 4 and (wide[0] < ops.count("LDG") or wide[1] < tiles):

@@ -12,6 +12,7 @@ streams. Recurrent state and attention's memory carry over from window to window
 resumed run continues exactly (on a GPU but for the order of some sums): the checkpoint holds state, memory and position, and all else depends
 on seed, step and process only. A schedule that --max_minutes has shortened stays shortened. Evaluations also save, spending at most a tenth of
 the time on it; the last one always saves. best.pt is the checkpoint with the best validation loss, saved whenever there is a better one.
+Signals, nohup and torchrun: as in train_gpt.py.
 """
 import argparse
 import math
