@@ -9,7 +9,7 @@ The papers' tables and figures, but for [2]'s losses, which train_gpt.py logs, f
     python bench.py scaling                                     loss against compute, 20 tokens per parameter
     python bench.py loss --ckpt out/gpt/ckpt.pt out/shaq/best.pt        trained models on a whole split, token by token
     python bench.py eval --ckpt=out/gpt/ckpt.pt --tasks=piqa,hellaswag,openbookqa,arc_easy,blimp
-    python bench.py plot                                        figures from the records of compare, scaling, prefill and decode
+    python bench.py plot                                        figures from the records of compare, scaling, prefill, decode; or --logs
 
 Each but plot prints Markdown tables and appends its records to out/bench/WHAT.jsonl, one JSON object a line. By default the sizes are
 small on a CPU and the papers' on a GPU, except that compare and scaling, which train, take minutes there. python bench.py WHAT --help
@@ -68,7 +68,7 @@ ABLATIONS = {  # [3, tables 1 and 2]: hours an epoch on a V100, parameters, test
     "attn3": (None, "54M", 1.146), "attn4": (None, "54M", 1.141), "layers3_heads2": (None, "41M", 1.16),
     "layers2_heads2": (None, "29M", 1.164), "layers2": (None, "29M", 1.135), "shaq": (18.5 / 32, "26M", 1.180),
 }
-# [1, table 3], one H100: ms, tokens/s and MB, dense then Hadamard. Except for tiny, each memory difference is 4 bytes per removed
+# [1, table 3], one H100: ms, tokens/s and MB, dense then Hadamard. Except for tiny, each memory difference is about 4 bytes per removed
 # weight (in MiB): those runs kept fp32 weights. The tokens/s contradict the latencies (65,536 tokens in 33 ms are 2.0M/s): both are shown.
 PREFILL = {"tiny": ((33.157, 150126, 16264), (32.366, 156133, 16227)), "small": ((84.699, 53154, 21330), (83.204, 55956, 21233)),
            "base": ((129.595, 26921, 26504), (126.442, 28585, 26289)), "large": ((174.158, 16188, 32240), (169.501, 17318, 31857))}
@@ -126,7 +126,7 @@ def start(args):
     if m.world > 1:
         die("bench.py measures one device: start it without torchrun")
     torch.use_deterministic_algorithms(False)  # an earlier compare may have left it on
-    torch.backends.cuda.enable_cudnn_sdp(args.what not in ("decode", "eval"))  # it plans for 0.1 s or more at each new number of keys
+    torch.backends.cuda.enable_cudnn_sdp(args.what not in ("decode", "eval"))  # cuDNN plans 0.1 s or more for each new number of keys
     args.run = time.strftime(f"%Y-%m-%d %H:%M:%S, process {os.getpid()}, command {next(BEGUN)}")
     args.gpu, kernels.UNTRIED = m.device.type == "cuda", args.untried
     args.hardware, args.git = hardware(m) + ", untried kernels" * (args.gpu and args.untried), git_commit()
@@ -221,10 +221,10 @@ def record(args, **fields):
 
 
 def timed(work, m, rounds=7, least=0.02):
-    """Seconds a call: {name: f} -> {name: (rounds,) array}. Rounds are interleaved, so that a machine that slows down slows all alike. Two
-    calls warm up (compilation), or a whole turn of a ring, as on a CPU its first turn pays for untouched pages. A sample is as many calls
-    as take `least` seconds, between two synchronisations. Calls are f(0), f(1), ..: by this number, f can take its inputs in turn from a
-    ring that is larger than the cache."""
+    """Seconds a call: {name: f} -> {name: (rounds,) array}. Rounds are interleaved, so that a machine that slows down slows all alike. Two calls
+    warm up (compilation), or a whole turn of a ring, as on a CPU its first turn pays for untouched pages. A sample is as many calls as take
+    `least` seconds, by one more call that is not counted, between two synchronisations. Calls are f(0), f(1), ..: by this number, f can take its
+    inputs in turn from a ring that is larger than the cache."""
     wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(m.device.type, lambda: None)
     count, calls, samples = dict.fromkeys(work, 0), {}, {name: [] for name in work}
 
@@ -270,7 +270,7 @@ def with_error(value, error, form="+.4f"):
     return f"{value:{form}}" + ("" if error is None else f" ± {error:{form[1:]}}")
 
 
-CACHE = 2**27  # bytes: more than nearly all of today's last-level caches hold; twice as many are more than a GPU's holds
+CACHE = 2**27  # bytes: more than most last-level caches hold; twice as many are more than a GPU's holds
 
 
 def ring(make):
@@ -301,7 +301,7 @@ def bandwidth(m):
 
 
 def replay(work, m):
-    "work() as one CUDA graph, for timed()"
+    "work(), on a GPU as one CUDA graph, for timed()"
     graph = captured(work, m.device)
     return lambda i, keep=work: graph()  # a graph knows only the addresses of its tensors: keep holds on to them
 
@@ -409,7 +409,7 @@ class Trainer:
         s["dtype"] = str(m.dtype).removeprefix("torch.")
         self.model, self.optimizer = model, optimizer = SCRIPT[kind].build(s, c, data, m)
         if given:
-            share(model, given)
+            copy_shared(model, given)
         self.params = sum(p.numel() for p in model.parameters())
         if kind == "gpt":
             self.T = model.config.block_size
@@ -479,7 +479,7 @@ class Trainer:
             times.append(time.perf_counter() - t0)
             if i + 1 in marks or not math.isfinite(losses[-1]):
                 val = self.validate() if math.isfinite(losses[-1]) else math.inf
-                curve.append([i + 1, sum(losses) / len(losses), val if val < 700 else math.inf,  # as the scripts: exp() ends there
+                curve.append([i + 1, sum(losses) / len(losses), val if val < 700 else math.inf,  # as in the scripts: exp overflows
                               (i + 1) * self.step_tokens * self.flops, sum(times)])
                 losses = []
             if curve[-1][2] == math.inf:
@@ -491,10 +491,10 @@ class Trainer:
 
 
 @torch.no_grad()
-def share(model, given):
+def copy_shared(model, given):
     """Copy from given {name: tensor} each parameter of the same name and shape and, of c_attn (W_Q W_K W_V in mha, then W_KR and W_QR in dva,
-    W_QR alone in dva_gate), as many rows as both have (dva_gate's W_QR starts as dva's W_KR). The initial scale of a branch's last layer
-    depends on n_layer: it is copied only if both have as many."""
+    W_QR alone in dva_gate), as many rows as both have (dva_gate's W_QR starts as dva's W_KR). A branch's last layer, whose initial scale
+    depends on n_layer, is copied only if both have as many."""
     own = dict(model.named_parameters())
     theirs, ours = ({n for n in names if n.startswith("h.") and n.endswith("ln_1.weight")} for names in (given, own))
     branch_ends = () if ours == theirs else ("c_proj.weight", "alpha")
@@ -579,7 +579,7 @@ def bench_compare(args):
         if "max_steps" in v:
             die(f"--variant {text!r} sets max_steps, which --equal={args.equal} decides: give it in --set")
     reproducible(m)
-    if any(16 * s["dropout"] % 1 for s in settled):  # for all runs: build() would do without cuDNN's attention from the first such on
+    if any(16 * s["dropout"] % 1 for s in settled):  # now, for all runs: build() would turn it off only from the first such run on
         torch.backends.cuda.enable_cudnn_sdp(False)
     if args.compile:
         fresh_compiler()
@@ -600,7 +600,7 @@ def bench_compare(args):
     else:
         costs = [t.flops if args.equal == "flops" else 1 for t in trainers]
     steps = [max(1, round(trainers[0].steps * costs[0] / cost)) for cost in costs]
-    trainers = t = None  # t: the last one that filled its memory; else the first run's peak would be too low by what it holds
+    trainers = t = None  # t still refers to one: what it holds now would be subtracted from the first run's peak
 
     runs, done, total, began = [], 0, sum(steps) * args.seeds, time.perf_counter()
     for seed in range(args.seed, args.seed + args.seeds):
@@ -677,7 +677,7 @@ def both(f, weights, n):
     return call
 
 
-def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
+def time_layers(args, m, title, fields, layers, compare_with, copy=None, times={}):
     """Time forward and forward + backward, print both. layers: {name: (function, its weights, rings of its inputs, rings of its outputs'
     gradients, elements that must move in (forward, both) or None)}; copy: a ring of tensors to copy; times: {name: factor for its
     time}"""
@@ -698,7 +698,7 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
     t = [measure(work) for work in (forward, training)]
     median = [{k: np.median(v) for k, v in s.items()} for s in t]
 
-    def share(elements, seconds):
+    def of_copy(elements, seconds):
         return elements / floors["copy"][0] * median[0]["copy"] / seconds if elements and seconds > 0 else None
 
     rows, rate, speedup = [], "share of a copy's rate {:.2f}", f"times as fast as {compare_with} {{:.2f}}"
@@ -707,9 +707,9 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
         row = [name if name != "copy" else f"copy, {2 * copy[0].nbytes / median[0][name] / 1e9:,.0f} GB/s"]
         for i in range(1 if name == "copy" else 2):
             floor, took = floors.get(name, (0, 0)), median[i][name]
-            found = dict(share_of_copy=share(floor[i], took))
+            found = dict(share_of_copy=of_copy(floor[i], took))
             if i:
-                found["share_of_copy_backward"] = share(floor[1] - floor[0], took - median[0][name])
+                found["share_of_copy_backward"] = of_copy(floor[1] - floor[0], took - median[0][name])
             row += [spread(t[i][name]), *found.values(), median[i][compare_with] / took]
             record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), **found, **fields)
         rows.append(itertools.zip_longest(head, row))
@@ -717,10 +717,10 @@ def shares(args, m, title, fields, layers, compare_with, copy=None, times={}):
 
 
 def check(what, f, inputs, dy, exact=None):
-    """Die if f has not the results and gradients that exact has in fp64 on the CPU, or f has there itself, by PyTorch: a kernel that is wrong
-    would only look fast"""
+    """Die unless f's results and gradients are those of exact (None: of f's own PyTorch path) in fp64 on the CPU: a wrong kernel would only
+    look fast"""
     found, programs = [], kernels._programs
-    kernels._programs = lambda *how: 2  # of sums over rows, so that each walks several blocks, as it does over all rows
+    kernels._programs = lambda *how: 2  # so few that each, summing over rows, takes several blocks, as when it is timed
     try:
         for g, cast in ((f, torch.Tensor.detach), (exact or f, lambda t: t.detach().cpu().double())):
             leaf = [cast(t).requires_grad_() for t in inputs]
@@ -735,7 +735,7 @@ def check(what, f, inputs, dy, exact=None):
             "and Triton")
 
 
-once = cache(warn)  # the same note for each width
+warn_once = cache(warn)  # the same note for each width
 
 
 def affine_rows(args, m, d):
@@ -770,10 +770,10 @@ def affine_rows(args, m, d):
             alone["fast-hadamard-transform's, H_d"] = lambda x: theirs(x, d ** -0.5), (), [x], [dy], (2 * N, 4 * N)
         except Exception as e:  # not there, or not for this torch, which shows in many ways
             brings = ": pip install fast-hadamard-transform brings it" * isinstance(e, ModuleNotFoundError)
-            once(f"note: no row for fast-hadamard-transform ({' '.join(str(e).split())}){brings}")
-    shares(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
-           dict(op="affine", d=d, rows=args.rows, n_head=h),
-           {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()} | alone, "dense", copy=x)
+            warn_once(f"note: no row for fast-hadamard-transform ({' '.join(str(e).split())}){brings}")
+    time_layers(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
+                dict(op="affine", d=d, rows=args.rows, n_head=h),
+                {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()} | alone, "dense", copy=x)
     compiled = args.gpu and kernels.triton is not None  # as train's steps are: sum and norm are one kernel then
     if compiled:
         fresh_compiler()
@@ -786,15 +786,15 @@ def affine_rows(args, m, d):
 
     after = {k: (two_steps(f), (*w, *low)) for k, (f, w) in layers.items()} | one_pass
     # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
-    shares(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}"
-           + compiled * (", compiled" + " but for hadamard_affine_norm" * bool(one_pass)),
-           dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
-           {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=x)
+    time_layers(args, m, f"The same with the residual and the next LayerNorm, {args.rows:,} rows of {d}"
+                + compiled * (", compiled" + " but for hadamard_affine_norm" * bool(one_pass)),
+                dict(op="affine_norm", d=d, rows=args.rows, n_head=h),
+                {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=x)
 
 
 def pool_loop(gates):
     """fo-pooling in plain PyTorch, as one would first write it: autograd has a node for each operation of each step, and each f[:, t] has a
-    gradient as large as f. With f.unbind(1) it would take a sixtieth of the time at B 16, T 512, H 1024, 3 times the operator's"""
+    gradient as large as f. With f.unbind(1) it would take a sixtieth of the time on a CPU at B 16, T 512, H 1024, 3 times the operator's"""
     z, f, o = gates.chunk(3, -1)
     z, f, o, c, h = z.tanh(), f.sigmoid(), o.sigmoid(), 0, []
     for t in range(gates.size(1)):
@@ -827,9 +827,9 @@ def pool_rows(args, m, B, T, H):
             layers["fla's fused_recurrent_hgrn (recurrence alone, on (1 - f) z and log f)"] = (
                 lambda x, g: fused_recurrent_hgrn(x, g)[0], (), list(zip(*inputs)), [dh], (3 * B * T * H, 8 * B * T * H))
         except Exception as e:  # not there, or not for this Triton, which shows in many ways
-            warn(f"note: no row for fla's fused_recurrent_hgrn ({e}): pip install fla-core brings it")
-    shares(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
-           dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=x, times={loop: T / short})
+            warn(f"note: no row for fla's fused_recurrent_hgrn ({e})" + ": pip install fla-core brings it" * isinstance(e, ImportError))
+    time_layers(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
+                dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=x, times={loop: T / short})
 
 
 def attention_rows(args, m, B, T, d):
@@ -853,8 +853,8 @@ def attention_rows(args, m, B, T, d):
               "dva": dva(attention), "dva, PyTorch's operator": dva(sdpa), "dva, all T x T in memory": dva(plain),
               "dva_outer": split(attention, 1, d, d, d, d, d)}
     three, five, dy = (ring(lambda n=n: torch.randn(B, T, n * d, device=m.device).to(m.dtype)) for n in (3, 5, 1))
-    shares(args, m, f"causal attention, B {B}, T {T}, d {d}, as model.py does it but where said", dict(op="attention", B=B, T=T, d=d),
-           {k: (f, (), [three if "12" in k else five], [dy], None) for k, f in layers.items()}, "12 heads")
+    time_layers(args, m, f"causal attention, B {B}, T {T}, d {d}, as model.py does it but where said", dict(op="attention", B=B, T=T, d=d),
+                {k: (f, (), [three if "12" in k else five], [dy], None) for k, f in layers.items()}, "12 heads")
 
 
 # -----------------------------------------------------------------------------
@@ -867,7 +867,7 @@ ISSUE = 132 * 128 * 1.755e9 / (0.9 * 4.8e12)  # instructions that an H200's thre
 def code_of(kind, sm, dtype, d=0, n_head=1, heads_only=False, residual="", **flags):
     """Compile one of kernels.py's kernels for sm_<sm> and read its machine code. kind: one of kernels._plan's ("pre": pre for alpha and
     beta), "dots forward", "dots pre" or "dots backward" (on tensor cores), "pool", "pool backward", or, for n_head heads of d,
-    "rope backward" and "one query" (of so many programs; instructions an element of k and v, of one round); flags: the kernel's;
+    "rope backward" and "one query" (n_head: its programs; counted per element of k and v, for one round); flags: the kernel's;
     residual: "fp32" beside rows of 16 bits. -> registers and bytes of stack a thread, bytes of shared memory; ops: the opcodes with their
     modifiers, in order; each and loop: instructions an element in all and in the longest loop (0 if none); far: how many addresses, or tensors
     of them, have 64-bit offsets; plan. Not for a process with TRITON_INTERPRET=1."""
@@ -1074,7 +1074,7 @@ def cases(args, m, measure):
 def bench_prefill(args):
     """A prompt of random tokens through the model, with logits for every position, as the paper did by the memory in its table 3. The
     variants take turns, --runs times: ms are mean ± standard deviation, gains those of the means, with standard errors over the turns.
-    Share of the gain: the time that the variant saves, over that which identity, without any mixing, saves."""
+    Share of identity's gain: the time that a Hadamard saves, over that which identity, without any mixing, saves."""
     m = start(args)
 
     def measure(size, compiled, idx):
@@ -1215,7 +1215,7 @@ def generate_rows(args, m, copy):
     ("rounds", dict(type=number(int, 1), default=5 if gpu else 3, help="steps of each that are timed")),
     ("profile", dict(type=flag01, default=False, help="then where one more step's time goes: by operators, on a GPU by kernels"))))
 def bench_train(args):
-    """Forward, backward and update on random tokens; of one size, of the books or of SHAQ interleaved, so that these share the same minutes.
+    """Forward, backward and update on random tokens; models of one size, of paper 2 or of SHAQ take turns, so other load slows all alike.
     ms: median ± half the interquartile range of --rounds steps; tokens/s by the median or, for SHAQ, whose steps vary in length, the mean.
     On a GPU, peak MiB are those allocated or, where CUDA graphs hold steps or micro-batches, reserved; all models of a size share its memory."""
     m = start(args)
@@ -1346,7 +1346,7 @@ def loss_against_compute(runs):
     ("seed", dict(type=number(int, 0, 2**62), default=1, help="the first")),
     ("compile", dict(type=flag01, default=gpu and kernels.triton is not None, help="torch.compile"))))
 def bench_scaling(args):
-    """For each size, the baseline is trained on 20 tokens per parameter, the others for as many FLOPs, each at its best learning rate. Shows
+    """For each size, the baseline is trained on --tokens_per_param, the others for as many FLOPs, each at its best learning rate. Shows
     loss against compute, and the exponent of loss ~ C^s with two errors: from the residuals of the fit, and over seeds, each with its own
     fit (runs of one seed share data and initial values, so differences are paired)."""
     m = start(args)
@@ -1438,12 +1438,12 @@ def bench_scaling(args):
 
 
 # -----------------------------------------------------------------------------
-# loss: what trained models lose on a whole split
+# loss: trained models' loss on a whole split
 
 
 def token_losses(model, tokens, m, context=0, streams=16):
-    """-> nats that each token but the first costs, given those before it, on the CPU: (len(tokens) - 1,), for a SHAQ less what does not divide
-    into `streams`, which it reads side by side, each from an empty state, as in train_shaq.py's evaluation. A GPT reads windows of its
+    """-> each token's loss in nats, but the first's, on the CPU: (len(tokens) - 1,). A SHAQ reads `streams` equal parts side by side, each from
+    an empty state, as in train_shaq.py's evaluation, and drops what is left over. A GPT reads windows of its
     block_size, in which at least `context` tokens (but in the first) precede those that count; with 0, they lie side by side, as in
     train_gpt.py's evaluation. The last ends where the text does."""
     def losses(logits, y):
@@ -1671,8 +1671,8 @@ def records(folder, what):
                   help="log.jsonl files of the training scripts instead: bits per byte against training time")),
     ("format", dict(choices=["png", "svg"], default="png", help="of the figures' files"))))
 def bench_plot(args):
-    """The papers' figures from out/bench/*.jsonl: loss against steps, FLOPs and time; loss against compute with fits, and relative to
-    the first variant's; speed-up over batch and length; decoding throughput against batch; bits per byte against time for SHA-RNN's
+    """The papers' figures from --records' *.jsonl, or curves of --logs: loss against steps, FLOPs and time; loss against compute with fits, and
+    relative to the first variant's; speed-up over batch and length; decoding throughput against batch; bits per byte against time for SHA-RNN's
     ablations. The papers' points are hollow. Needs matplotlib."""
     figures = dict(compare=plot_compare, scaling=plot_scaling, prefill=plot_heatmap, decode=plot_decode)
     try:

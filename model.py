@@ -260,7 +260,7 @@ class Attention(nn.Module):
         return y.transpose(1, 2).reshape(B, T, d)                                        # Concat(heads)
 
     def forward(self, x, table=None, cache=None, at=None, mask=None):
-        "(B, T, d) -> (B, T, d); the rest as for mix(). If you change this, set one_pass to False: on a GPU it has Block call a kernel instead"
+        "(B, T, d) -> (B, T, d); the rest as for mix(). If you change this, set one_pass to False: else Block may call a GPU's kernel instead"
         y = self.mix(x, table, cache, at, mask)
         if self.attn_out == "dense":
             y = self.c_proj(y)                                                           # Y W_O
@@ -357,7 +357,7 @@ class GPT(nn.Module):
                              + f": take {' or '.join(str(n) for n in near if n) or 'another n_head'}")
         if c.attn_out == "head_hadamard":
             _check_order(c.n_head, "n_head")
-        if c.attn != "mha" and c.attn_out not in ("dense", "none"):  # dense is only the default, left alone; none says what is
+        if c.attn != "mha" and c.attn_out not in ("dense", "none"):  # "dense" may be the default, untyped; "none" is the truth
             raise ValueError(f"attn={c.attn} has no output projection for attn_out={c.attn_out} to replace: drop one of the two")
         if c.init == "torch" and c.attn_out not in ("dense", "none"):
             raise ValueError(f"init=torch says nothing of attn_out={c.attn_out}'s alpha: take init=gpt2")
@@ -500,7 +500,7 @@ class GPT(nn.Module):
         return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device, dtype)
 
     def _apply(self, fn, recurse=True):
-        "Called by .to() and its kin: a cast must not round the angles, and leaving the meta device, which makes each weight anew, untie none"
+        "Called by .to() etc.: casts must not round the angles, nor leaving the meta device, which makes each weight anew, untie tied weights"
         cos, (head, embedding) = getattr(self, "cos", None), (getattr(m, "_parameters", {}) for m in (self.lm_head, self.wte))
         tied = embedding.get("weight") is not None and head.get("weight") is embedding["weight"]  # neither need be ours: then as it is
         super()._apply(fn, recurse)
@@ -748,7 +748,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
 
 
 # -----------------------------------------------------------------------------
-# The loss: GPT's by slices; and what GPT and SHAQ share: counts, evaluation, sampling
+# The loss: GPT's by slices; and what GPT and SHAQ share: counts, evaluation, sampling, CUDA graphs
 
 
 HEAD_LOGITS = 2**26  # that exist at a time, on a GPU four times as many; a global, as torch.compile cannot read a Function's attribute

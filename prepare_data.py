@@ -65,7 +65,7 @@ def after_the_first():
 
 def warn(text):
     """Print on stderr, unless nobody reads it any more: in `train_gpt.py 2>&1 | tee log`, Ctrl-C ends tee, too."""
-    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)  # a stranger's checkpoint or server may name what clears a terminal
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)  # a foreign checkpoint or server may send codes that clear a screen
     with contextlib.suppress(OSError):
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # in one write: torchrun's unbuffered processes may print at once
 
@@ -238,8 +238,8 @@ def write_or_warn(path, write):
 
 
 def progress(done, total, t0, what, start=0, unit="MB", scale=1e6, after=0):
-    """Print a line on stderr, ten times a second on a terminal, else every ten seconds, but in the first after seconds only the last: done of
-    total (None: unknown), starting from start at time t0."""
+    """Print on stderr that done of total (None: unknown) is reached, at most every 0.1 s on a terminal, else every 10 s; before `after` seconds
+    have passed, only the end. It began with start, at time t0."""
     now, tty, end = time.perf_counter(), sys.stderr.isatty(), done == total
     if not end and (now - t0 < after or now - progress.last < (0.1 if tty else 10)):
         return
@@ -421,7 +421,8 @@ def unchanged(typed, stored, free):
 def shorten(s, asked, step, pace, say):
     """Every 25 steps, or as soon as the time is up if that is sooner, cut the schedule to the steps that fit into max_minutes at the pace so
     far, at most asked (None: change nothing). pace: seconds a step, averaged over processes, so that all decide alike; 0 while
-    unknown. s["paced"]: max_steps is settled, by a look before, also in a run that this one resumes, or by --max_steps on --resume."""
+    unknown. s["paced"]: max_steps was set by an earlier look, also of the run that this one resumes, which later looks may move, or typed
+    on --resume."""
     up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
     if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return
@@ -529,7 +530,7 @@ def decode(tokenizer, ids):
 
 def safe_chunks(text, size):
     """Cut text into pieces of about size characters whose tokens, joined, are those of the whole text. Each cut is between a visible
-    character and a space: GPT-2's pattern always splits there, whatever follows, as it looks ahead only from runs of spaces."""
+    character and a space or line break: GPT-2's pattern always splits there, whatever follows, as it looks ahead only from runs of spaces."""
     boundary, start = re.compile(r"\S(?=[ \n])"), 0
     while start < len(text):
         match = boundary.search(text, start + size - 1)
@@ -686,7 +687,7 @@ def check_source(ckpt, path, data, same=True):
 
 @dataclasses.dataclass
 class Source:
-    url: str = ""  # of the text, or of a zip whose member has the data set's name
+    url: str = ""  # of the text, of a zip whose member has the data set's name, or of the folder of the shards
     tokenizer: str = "byte"
     size: int = 0
     digest: tuple = ("sha256", "")  # leave it out of a new entry: the error then prints the digest to enter
@@ -921,7 +922,7 @@ def main(argv=None):
     parser.add_argument("dataset", nargs="?", help=f"{', '.join(DATASETS)}; without any: pysource")
     parser.add_argument("--input", nargs="+", action="extend", metavar="FILE", help="your own files instead of a named data set")
     parser.add_argument("--name", help="of your own files: folder to write in DATA_DIR, the name to train with")
-    parser.add_argument("--tokenizer", choices=VOCAB_SIZE, help="byte, but gpt2 for warandpeace and fineweb10B")
+    parser.add_argument("--tokenizer", choices=VOCAB_SIZE, help="(default byte; gpt2 for warandpeace and fineweb10B)")
     parser.add_argument("--data_dir", default="data", help="where data sets lie")
     parser.add_argument("--url", help="mirror to download from (fineweb10B: the folder that holds the shards)")
     parser.add_argument("--from_file", help="local copy instead of a download (fineweb10B: the folder of the shards)")
@@ -971,5 +972,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing half-written stays
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing half-written stays but *.part
     run(main, again="; type the same command again to go on")

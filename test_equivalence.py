@@ -6477,8 +6477,8 @@ def test_bench_prints_a_papers_figure_beside_the_papers_model_alone(monkeypatch)
 
 
 def test_bench_compare_finds_what_is_there_and_nothing_else(tmp_path, bench_data, capsys, monkeypatch):
-    same, share, asked, shown = [], bench.share, [], []
-    monkeypatch.setattr(bench, "share", lambda model, given: same.append(all(torch.equal(p, given[n]) for n, p in model.named_parameters()))
+    same, share, asked, shown = [], bench.copy_shared, [], []
+    monkeypatch.setattr(bench, "copy_shared", lambda model, given: same.append(all(torch.equal(p, given[n]) for n, p in model.named_parameters()))
                         or share(model, given))
     monkeypatch.setattr(bench, "load_dataset", lambda *a: replace(pd.load_dataset(*a), bytes_per_token=3.0))
     monkeypatch.setattr(bench, "reproducible", asked.append)
@@ -6646,16 +6646,16 @@ def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, c
 def test_bench_shared_weights_start_equal_but_for_the_branches_of_another_depth():
     dva, plain = (small_gpt(n_layer=1, attn=attn, seed=i) for i, attn in enumerate(("dva", "mha")))
     given, c_proj = {n: p.detach().clone() for n, p in dva.named_parameters()}, plain.h[0].attn.c_proj.weight.clone()
-    bench.share(plain, given)
+    bench.copy_shared(plain, given)
     assert torch.equal(plain.h[0].attn.c_attn.weight, dva.h[0].attn.c_attn.weight[:96])  # W_Q, W_K, W_V
     assert torch.equal(plain.wte.weight, dva.wte.weight) and torch.equal(plain.h[0].mlp.c_fc.weight, dva.h[0].mlp.c_fc.weight)
     assert torch.equal(plain.h[0].attn.c_proj.weight, c_proj)  # dva has none
     assert torch.equal(plain.h[0].mlp.c_proj.weight, dva.h[0].mlp.c_proj.weight)  # as many layers: the ends of branches, too
     before = plain.wte.weight.clone()
-    bench.share(plain, {"wte.weight": torch.ones(300, 32)})  # another vocabulary's
+    bench.copy_shared(plain, {"wte.weight": torch.ones(300, 32)})  # another vocabulary's
     assert torch.equal(plain.wte.weight, before)
     one, two = (small_gpt(n_layer=n, attn_out="hadamard") for n in (1, 2))
-    bench.share(two, {n: torch.full_like(p, 5) for n, p in one.named_parameters()})
+    bench.copy_shared(two, {n: torch.full_like(p, 5) for n, p in one.named_parameters()})
     kept = {n for n, p in two.named_parameters() if not (p == 5).all()}
     assert kept >= {"h.0.attn.alpha", "h.0.mlp.c_proj.weight"} and {n.split(".")[1] for n in kept if not n.startswith("h.0.")} == {"1"}
     assert not {n for n in kept if n.startswith("h.0.") and not n.endswith(("alpha", "c_proj.weight"))}
@@ -6779,7 +6779,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         assert "copy" in t and len(t) == 1 or {len(v) for v in t.values()} == {7 if bytewise else 1}
         return {k: (np.array([1, 1.5, 3.5]) + i) / (1000 if bytewise else 1) for i, k in enumerate(t)}
 
-    def shares(args, m, title, fields, given, *rest, real=bench.shares, **kw):
+    def shares(args, m, title, fields, given, *rest, real=bench.time_layers, **kw):
         layers[fields["op"], fields.get("d")] = {k: (f(*(ring[0] for ring in x)), [ring[0] for ring in x], w, f)
                                                  for k, (f, w, x, *_) in given.items()}
         for _, _, x, dy, _ in given.values():  # nothing is read twice, and then from cache
@@ -6787,7 +6787,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         return real(args, m, title, fields, given, *rest, **kw)
 
     monkeypatch.setattr(bench, "timed", timed)
-    monkeypatch.setattr(bench, "shares", shares)
+    monkeypatch.setattr(bench, "time_layers", shares)
     monkeypatch.setattr(SHAQ, "advance", lambda self, *a, advance=SHAQ.advance: (
         modes.add(self.training), rings.update(s.rows.size(1) for _, s in a[1] if s), advance(self, *a))[-1])
     extra = [common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=1024")] if argv[0] == "scaling" else []
@@ -7317,7 +7317,7 @@ def test_bench_kernels_share_of_the_backward_pass_is_the_difference_of_both_and_
     neg = lambda x: modes.append(torch.is_grad_enabled()) or -x
     layers = {k: (neg, (), [rows], [rows], None if k == "loop" else floor) for k in ("a", "b", "c", "loop")}
     args = SimpleNamespace(gpu=True, rounds=3, what="kernels", run="", hardware="", git="", out=str(tmp_path / "kernels.jsonl"))
-    bench.shares(args, machine("cpu", "float32"), "", {}, layers, "b", copy=rows)
+    bench.time_layers(args, machine("cpu", "float32"), "", {}, layers, "b", copy=rows)
     found = {(r["kernel"], r["both"]): r for r in map(json.loads, Path(args.out).read_text().splitlines())}
     assert modes == [False] * 4 + [True] * 4  # forward is timed as it is without training
     # a copy: 20 numbers in 2 s. a: 40 in 3 s, 110 in 8 s, so 70 in 5 s, which is 1.4 times the copy's 10 a second
@@ -7329,11 +7329,11 @@ def test_bench_kernels_share_of_the_backward_pass_is_the_difference_of_both_and_
     assert " share of a copy's rate | backward alone, share of a copy's rate | times as fast as b |" in head and "| copy, 0 GB/s |" in copy
     assert [line.split(" | ")[5:7] for line in lines] == [["1.38", "1.40"], ["1.38", "–"], ["1.57", "–"], ["–", "–"]]
     del layers["loop"]
-    bench.shares(args, machine("cpu", "float32"), "", {}, layers, "b", copy=rows)
+    bench.time_layers(args, machine("cpu", "float32"), "", {}, layers, "b", copy=rows)
     assert "**, by CUDA graphs**" in capsys.readouterr().out
     seen, two = [], [torch.zeros(5, 2), torch.ones(5, 2)]  # a graph is a whole turn of the ring
     monkeypatch.setattr(bench, "timed", lambda work, *a: {k: (f(0), np.array([6.0]))[1] for k, f in work.items()})
-    bench.shares(args, machine("cpu", "float32"), "", {}, dict(a=(lambda x: seen.append(x.sum().item()) or -x, (), [two], [two], None)), "a")
+    bench.time_layers(args, machine("cpu", "float32"), "", {}, dict(a=(lambda x: seen.append(x.sum().item()) or -x, (), [two], [two], None)), "a")
     assert seen == [0, 10] * 2 and json.loads(Path(args.out).read_text().splitlines()[-1])["seconds"] == [3.0]
 
 
@@ -7350,15 +7350,15 @@ def test_bench_kernels_time_the_linear_attention_librarys_recurrence_on_a_gpu(mo
 
     given = []
     monkeypatch.setattr(bench, "CACHE", 2**12)
-    monkeypatch.setattr(bench, "shares", lambda args, m, title, fields, layers, *rest, **kw: given.append(layers))
+    monkeypatch.setattr(bench, "time_layers", lambda args, m, title, fields, layers, *rest, **kw: given.append(layers))
     bench.attention_rows(None, model_py.Machine(torch.device("cpu"), torch.bfloat16, 0, 1, ""), 1, 8, 24)
     assert {ring[0].dtype for _, _, x, dy, _ in given.pop().values() for ring in (*x, *dy)} == {torch.bfloat16}
     for there, why in ((None, "import of fla.*"),  # not installed; then there, but no good with this Triton
                        (SimpleNamespace(fused_recurrent_hgrn=unittest.mock.Mock(side_effect=ZeroDivisionError("no such op"))), "no such op")):
         for name in ("fla", "fla.ops", "fla.ops.hgrn"):
             monkeypatch.setitem(sys.modules, name, there)
-        said = f"note: no row for fla's fused_recurrent_hgrn \\({why}\\): pip install fla-core brings it\n"
-        assert len(rows()) == 1 and re.fullmatch(said, capsys.readouterr().err)
+        said = f"note: no row for fla's fused_recurrent_hgrn \\({why}\\)" + ": pip install fla-core brings it" * (there is None)
+        assert len(rows()) == 1 and re.fullmatch(said + "\n", capsys.readouterr().err)
     monkeypatch.setattr(there, "fused_recurrent_hgrn", recurrence)
     assert len(rows(gpu=False)) == 1
     pool, (f, weights, (xs, gs), (dh,), floor) = rows()
@@ -7377,9 +7377,9 @@ def test_bench_kernels_time_the_cuda_packages_transform_on_a_gpu(monkeypatch, ca
 
     given, package = [], SimpleNamespace(hadamard_transform=hadamard_transform, hadamard_transform_12N=lambda x, scale=1.0: hadamard_transform(x, scale) + 1e-6)
     monkeypatch.setattr(bench, "CACHE", 2**12)
-    monkeypatch.setattr(bench, "shares", lambda args, m, title, fields, layers, *rest, **kw: given.append(layers))
+    monkeypatch.setattr(bench, "time_layers", lambda args, m, title, fields, layers, *rest, **kw: given.append(layers))
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: f)
-    bench.once.cache_clear()
+    bench.warn_once.cache_clear()
     for there, notes in ((None, 1), (SimpleNamespace(fast_hadamard_transform_interface=package), 0)):  # not installed; then there
         monkeypatch.setitem(sys.modules, "fast_hadamard_transform", there)
         found = {d: rows(d) for d in (64, 96, 40)}
@@ -7402,7 +7402,7 @@ def test_bench_kernels_compile_on_a_gpu_what_training_compiles_there(monkeypatch
     monkeypatch.setattr(bench, "CACHE", 2**12)
     monkeypatch.setattr(bench, "fresh_compiler", lambda: made.append("fresh"))
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: made.append(dynamic) or f)
-    monkeypatch.setattr(bench, "shares", lambda args, m, title, *rest, **kw: titles.append(title))
+    monkeypatch.setattr(bench, "time_layers", lambda args, m, title, *rest, **kw: titles.append(title))
     for gpu, triton, expected in ((True, True, ["fresh"] + [False] * 4), (True, None, []), (False, True, [])):
         monkeypatch.setattr(kernels, "triton", triton)
         made.clear()
@@ -7412,7 +7412,7 @@ def test_bench_kernels_compile_on_a_gpu_what_training_compiles_there(monkeypatch
     bench.affine_rows(SimpleNamespace(gpu=True, rows=4), machine("cpu", "float32"), 1280)
     assert titles[-1].endswith("rows of 1280, compiled")  # where nothing is one pass
     for gpu, fused in ((False, True), (True, False)):  # a width that is never one pass on a GPU: the sum and the norm stand there all the same
-        monkeypatch.setattr(bench, "shares", lambda args, m, title, fields, layers, *rest, **kw: titles.append((fields["op"], *layers)))
+        monkeypatch.setattr(bench, "time_layers", lambda args, m, title, fields, layers, *rest, **kw: titles.append((fields["op"], *layers)))
         titles.clear()
         bench.affine_rows(SimpleNamespace(gpu=gpu, rows=4), machine("cpu", "float32"), 1280)
         assert titles == [("affine", "dense", "identity", "hadamard", "transform alone, H_d"),

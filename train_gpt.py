@@ -33,7 +33,7 @@ from prepare_data import (Parser, StopSignal, check_source, die, dispensable, di
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; typed flags override them. [1] and [2] are the papers listed in model.py.
 
-RECIPES = {  # batch_tokens and lr are those of [1, table 2]; v1 gives none for its larger sizes, so these use large's
+RECIPES = {  # batch_tokens and lr of tiny to large: [1, table 2]; v1 gives none for its larger sizes: large's. nano's are ours
     "nano": dict(batch_tokens=2048, micro_batch=8, lr=2e-3, min_lr=1e-4, warmup_steps=50, max_steps=3000, max_minutes=3.0,
                  eval_interval=250, eval_tokens=2**16),
     "tiny": dict(batch_tokens=2**18, micro_batch=32, lr=6e-4),
@@ -88,7 +88,8 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto: cuda where that is, else cpu)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
     add("--compile", type=flag01, help="torch.compile the model and, on one GPU, replay steps, or their micro-batches, as CUDA graphs "
-                                       "(default 1 on CUDA, where Triton is installed; graphs not with dropout in wide heads)")
+                                       "(default 1 on CUDA, where Triton is installed; no graphs with dropout in heads whose values, "
+                                       "2 x as wide in dva, are above 256 and below block_size, or in dva_outer)")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args(argv))
 

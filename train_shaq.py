@@ -53,7 +53,7 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--preset", choices=SHAQ_PRESETS, help="which of the paper's models (default shaq)")
     add("--size", choices=SIZES, help="the published settings, or a model that learns something in three minutes on a CPU; below, defaults "
                                       "on CUDA are those of paper, but for --compile's (default paper on CUDA, else laptop)")
-    add("--rnn", choices=["lstm", "qrnn"], help="instead of the preset's, as all down to --n_head")
+    add("--rnn", choices=["lstm", "qrnn"], help="replaces the preset's, as do all down to --n_head")
     add("--ff", choices=["boom", "ffn", "none"], help="feed-forward part of a block")
     add("--memory", choices=["full", "mean", "none"], help="what attention sees of earlier windows")
     add("--gates", type=flag01, help="gates on queries, keys and values")
@@ -87,7 +87,7 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--device", choices=["auto", "cpu", "cuda", "mps"], help="(default auto: cuda where that is, else cpu)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
     add("--compile", type=flag01, help="torch.compile the blocks, for windows of any length, and, on one GPU with lamb, replay steps as CUDA "
-                                       "graphs, but for memory=mean (default 1 on CUDA, where Triton is installed)")
+                                       "graphs, but for rnn=lstm and memory=mean (default 1 on CUDA, where Triton is installed)")
     add("--stage2", metavar="CKPT",
         help="start from the weights of this checkpoint with a fresh optimiser at half the rate, 5 epochs: the published second stage")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
@@ -198,8 +198,8 @@ def stepper(model, optimizer, s, m):
         optimizer.zero_grad()
         return torch.stack((loss.detach(), norm)), detach_state(state)
 
-    # memory=mean holds an unfinished window, of any of 1,000 lengths: too many graphs. Each of an LSTM's would hold some kernels a position and
-    # layer, by cuDNN's sources 16,000 at full size; no GPU has tried
+    # No graphs for memory=mean: its open window has any of 1,000 lengths, each a graph of its own. Nor for LSTMs: by cuDNN's sources a graph
+    # would hold some 16,000 kernels at full size (untried)
     return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and s["optimizer"] == "lamb"
                     and model.config.memory != "mean" and model.config.rnn != "lstm")
 
