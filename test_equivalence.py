@@ -160,6 +160,7 @@ def claims(**what):
 
 # some code asks for a tensor's device, some whether it is on CUDA
 DeviceIsCuda, DeviceIsMPS, IsCuda = claims(device=SimpleNamespace(type="cuda")), claims(device=torch.device("mps")), claims(is_cuda=True)
+OnCuda = claims(is_cuda=True, device=SimpleNamespace(type="cuda"))
 
 
 @pytest.fixture(autouse=True)
@@ -1248,7 +1249,9 @@ def test_gpt_dropout_by_many_draws_at_once_is_dropout(p, dtype):
         assert torch.equal(*(model_py.keep_mask(t, p, torch.Generator().manual_seed(3)) for _ in range(2)))
     there = model_py.keep_mask(x.detach().as_subclass(DeviceIsCuda), p)  # in attention on a GPU
     assert abs((there == 0).double().mean() - p) <= 5 * (p * (1 - p) / x.numel()) ** 0.5
-    assert there.dtype == dtype and ((there == 0) | (there == 1)).all()
+    assert there.dtype == dtype and ((there == 0) | (there == 1)).all() and isinstance(there, DeviceIsCuda)  # drawn there
+    with patched(model_py, "keep_mask", None):  # a module takes PyTorch's one kernel there
+        model_py.Dropout(p)(x.detach().as_subclass(DeviceIsCuda))
     a, b, c = (torch.manual_seed(seed) and model_py.Dropout(p)(x) for seed in (1, 1, 2))
     assert torch.equal(a, b) and torch.equal(a, c) == (p in (0.0, 1.0)) and torch.equal(model_py.Dropout(p).eval()(x), x)
     z = x.detach().clone()
@@ -1352,6 +1355,7 @@ def test_gpt_flops_per_token_and_breakdown_by_hand():
     assert (GPT(GPTConfig(**config, attn="dva", mlp="gelu", pos="learned")).flops_per_token()
             == 6 * (2 * (5 * 64 + 512) + 80) + 2 * 18 * 4 * 8)
     assert GPT(GPTConfig(**config, attn="dva_gate", mlp="none")).flops_per_token() == 6 * (2 * 4 * 64 + 80) + 2 * 12 * 4 * 8
+    assert GPT(GPTConfig(**config, attn="dva_outer", mlp="none")).flops_per_token() == 6 * (2 * 5 * 64 + 80) + 2 * 18 * 4 * 8
     shared = GPT(GPTConfig(**config))
     shared.h[1] = shared.h[0]  # fewer parameters, as much work
     assert shared.flops_per_token() == GPT(GPTConfig(**config, tie_weights=False)).flops_per_token()
@@ -1441,6 +1445,8 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
             with torch.no_grad():
                 model(x)
     assert all(error(p.grad, q.grad) < 1e-12 for p, q in zip(there.parameters(), m.parameters()))
+    with patched(model_py, "rope_backward", None):
+        make(attn=attn, pos="learned")(idx.as_subclass(IsCuda)).as_subclass(torch.Tensor).sum().backward()
     qkv = randn(2, T, dict(mha=3, dva=5, dva_gate=4)[attn] * d, grad=True)
     turned = lambda qkv: model_py.TurnedHeads.apply(qkv, *table, h)
     compiled = torch.compile(turned, fullgraph=True, backend="aot_eager")
@@ -1606,6 +1612,8 @@ def test_gpt_sees_no_later_token_and_rope_only_distances():
     assert torch.allclose(at(q, 9) @ at(k, 4), at(q, 35) @ at(k, 30), atol=1e-5) and torch.allclose(at(q, 9).norm(), q.norm())
     for x in (torch.randn(2, 8, 3, 40).permute(0, 3, 2, 1), *(torch.randn(2, 40, 3, n)[..., 1:9] for n in (9, 10)), torch.randn(2, 40, 3, 16)[..., ::2]):
         assert torch.equal(model_py.rope(x, cos, sin), model_py.rope(x.contiguous(), cos, sin))  # of any strides
+    with patched(torch.compiler, "is_compiling", lambda: True), patched(torch, "view_as_complex", None):  # which inductor could not fuse
+        model_py.rope(torch.randn(2, 40, 3, 8).as_subclass(OnCuda), cos, sin)
     far = torch.arange(100_001, dtype=torch.float64)[:, None, None] * 10000 ** (-torch.arange(4, dtype=torch.float64) / 4)
     for table, exact in zip(model_py.rope_table(100_001, 8), (far.cos(), far.sin())):
         assert (table - exact).abs().max() < 4e-8  # rounded once
@@ -1751,6 +1759,7 @@ def test_gpt_shapes_that_do_not_fit_are_one_line():
     for few in (q[0], q[0, 0], q[0, 0, 0]):
         refuses(lambda: attention(few, few, few), "expected q (B, h, T, w)", f"got q {tuple(few.shape)}")
     idx, m = torch.zeros(1, 5, dtype=torch.int64), GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=11, block_size=5))
+    refuses(lambda: m(idx[:, :0]), "at least 1")
     for targets in (idx[:, :1], idx[0], idx.repeat(2, 1)):
         refuses(lambda: m(idx, targets), "targets have shape", "expected that of idx, (1, 5)")
     x, W, y = torch.randn(7, 8, requires_grad=True), torch.randn(50, 8), torch.arange(7)
@@ -1816,6 +1825,9 @@ def test_gpt_blocked_attention_dropout(outer, monkeypatch):
     assert not torch.equal(kept[0], kept[1]) or not torch.equal(kept[1], kept[2])
     q = torch.randn(1, 2, 40, 8)
     assert not torch.equal(*(attention(q, q, q, dropout=0.5) for _ in range(2)))  # the seed is drawn anew
+    with patched(torch, "Generator", wraps=torch.Generator) as made, torch.device("meta"):  # as torch.set_default_device would have it
+        attention(q, q, q, dropout=0.5)
+    assert {call.args for call in made.call_args_list} == {(q.device,)}
     for dropout in (0.999, 0.99999, 1 - 1e-9):  # the last two: as near as 16 bits of chance come
         assert (attention(q, q, q, dropout=dropout) != 0).float().mean() < (0.1 if dropout == 0.999 else 0.01)
 
@@ -2073,8 +2085,12 @@ def test_gpt_loss_by_slices_is_the_cross_entropy(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         loss = model_py.HeadLoss.apply(x, w, y, True)
     exact = torch.autograd.grad(F.cross_entropy(x.bfloat16().double() @ w.bfloat16().double().T, y), (x, w))
-    found = torch.autograd.grad(loss, (x, w))  # of w by 334 slices, summed in fp32
+    found = torch.autograd.grad(loss, (x, w), retain_graph=True)  # of w by 334 slices, summed in fp32
     assert loss.dtype == torch.float32 and all(error(a, b.double()) < 5e-3 for a, b in zip(found, exact))
+    assert torch.equal(torch.autograd.grad(3 * loss, x)[0], 3 * found[0])  # not rounded again
+    ctx = SimpleNamespace(saved_tensors=(x.detach(), w.detach()), leaf=True, dtypes=(x.dtype, w.dtype))
+    with torch.no_grad(), patched(torch.Tensor, "item", None):  # on a GPU no wait
+        model_py.HeadLoss.backward(ctx, torch.ones(()).as_subclass(DeviceIsCuda))
 
 
 def test_gpt_loss_in_fp16_keeps_small_gradients_and_takes_a_scaled_loss():
@@ -2221,7 +2237,8 @@ def test_gpt_wide_heads_on_a_gpu_take_plain_attention_while_scores_are_small(T, 
         attention(*(torch.cat((t, randn(2, 2, (8 if outer else 300) + 1 - T, t.size(-1))), 2).as_subclass(DeviceIsCuda) for t in leaf))
 
 
-@pytest.mark.parametrize("config", [dict(), dict(norm="rmsnorm"), dict(bias=False, attn_out="head_hadamard")])
+@pytest.mark.parametrize("config", [dict(), dict(norm="rmsnorm"), dict(bias=False, attn_out="head_hadamard"),
+                                    dict(n_embd=60, n_head=6)])  # no H_6: H_60 does not split by heads
 def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
     "Mix, scale, bias, residual and the next norm: on a GPU one operator, logits and all gradients as without it"
     m, idx, results = make(double=True, **dict(attn_out="hadamard") | config), torch.randint(0, 97, (2, 9)), []
@@ -2307,11 +2324,12 @@ def test_shapes_agree_on_the_meta_device(config):
         m(x, x).backward()
         cache = m.new_cache(2, 9)
         assert m(x, cache=cache).shape == (2, 6, NANO["vocab_size"]) and m(x[:, :2], cache=cache, pos=6).shape[1] == 2
-        assert m(x[:, :1], cache=cache, pos=8).is_meta
+        assert m(x[:, :1], cache=cache, pos=8).is_meta and m(x[:, :1], cache=cache, pos=torch.tensor([8], device="meta")).is_meta
     else:
         loss, state = m(x, x)
         loss.backward()
         m(x, x, detach_state(state))[0].backward()
+        assert all(t.is_meta for t in tensors(m.rings(detach_state(state), 1)))
         assert m.eval()(x[:, :1], None, detach_state(state))[0].shape == (2, 1, 205)
     assert all(p.grad is not None and p.grad.is_meta for p in m.parameters())
 
@@ -3782,7 +3800,7 @@ def test_shaq_parameter_counts_by_hand(preset):
     block = 2 * d + {"lstm": 8 * d * d + 8 * d, "qrnn": 6 * d * d + 3 * d}[config.rnn]
     block += {"none": 0, "boom": 4 * d + 4 * d * d + 4 * d, "ffn": 4 * d + 8 * d * d + 5 * d}[config.ff]
     attention = 4 * d + d * d + d + 2 * d + (3 * d + 2 * d * d + 2 * d) * config.gates
-    assert total == config.n_layer * block + attention + V * d + V == sum(parts.values())
+    assert total == config.n_layer * block + attention + V * d + V == sum(parts.values()) and "other" not in parts
     if preset == "sharnn":
         assert total + 24_576 == 53_798_093                 # the published code's dead parameters
         assert parts["overparam"] == 2_099_200
@@ -4321,7 +4339,7 @@ def test_shaq_runs_under_bf16_autocast(preset):
 def test_shaq_impossible_settings_and_states_are_one_line():
     for fields, words in (
         (dict(rnn="gru"), "rnn=gru"), (dict(memory="all"), "memory=all"), (dict(ff="boo"), "ff=boo"), (dict(n_head=3), "n_head=3"),
-        (dict(attn_layers=(5,)), "from 1 to n_layer=4"), (dict(attn_layers="2,4"), "from 1 to n_layer=4"), (dict(mem_len=-1), "mem_len=-1"),
+        *((dict(attn_layers=layers), "from 1 to n_layer=4") for layers in ((5,), (0,), "2,4")), (dict(mem_len=-1), "mem_len=-1"),
         (dict(memory="mean", mem_len=8, mean_window=8), "mean_window=8"), (dict(dropout=1.0), "dropout=1.0"), (dict(n_head=0), "n_head=0"),
         *((dict({name: 0}), "at least 1 each") for name in ("vocab_size", "n_layer", "n_embd", "qrnn_window", "mean_window"))):
         refuses(lambda: SHAQConfig(**fields), words)
@@ -4331,6 +4349,7 @@ def test_shaq_impossible_settings_and_states_are_one_line():
         with pytest.raises(ValueError):
             model(idx, state=[])
         refuses(lambda: model(idx[:, :0]), "at least 1")
+        refuses(lambda: model.generate(idx[:, :0], 2), "1 or more")
         refuses(lambda: model(idx, idx.T), "targets have shape (4, 2)", "(2, 4)")  # as many numbers
         refuses(lambda: model.generate(idx, 2, temperature=-1), "temperature=-1")
         refuses(lambda: model.generate(idx, 2, temperature=math.nan), "temperature=nan")
@@ -4364,7 +4383,7 @@ def test_lamb_wants_fp32_and_numbers_that_make_sense():
     refuses(LAMB([dict(params=[first]), dict(params=[low])]).step, "bfloat16")
     assert torch.equal(first, before)  # no half a step
     for bad in (dict(lr=-1), dict(lr=math.nan), dict(eps=0), dict(betas=(0.9, 1.0)), dict(betas=(-0.1, 0.9)), dict(weight_decay=-1),
-                dict(max_norm=-1), dict(min_trust=-1)):
+                dict(max_norm=-1), dict(max_norm=0), dict(min_trust=-1)):
         refuses(lambda: LAMB(lamb_parameters(), **bad), "LAMB")
     published = dict(lr=2e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_norm=10.0, min_trust=0.25)
     assert LAMB(lamb_parameters()).defaults == published
@@ -4999,6 +5018,10 @@ def test_shaq_lstm_takes_16_bit_state_and_stays_fp32_where_it_must(monkeypatch):
         block.rnn(x.float().requires_grad_(), state)[0].sum().backward()
     alone = model_py.LSTM(16)
     torch.testing.assert_close(alone(x.float())[0][:1], alone(x[:1].float())[0])  # by itself, too, rows are streams, not time
+    with patched(torch, "autocast", wraps=torch.autocast) as asked:
+        for T in (5, 1):
+            block.rnn(x.float().as_subclass(OnCuda)[:, :T], state)
+    assert [call.args[0] for call in asked.call_args_list] == ["cuda"] * 2  # off for that device
     seen = []
     block.rnn.register_forward_hook(lambda *a: seen.append(1))
     block.rnn(x[:, :1].float(), state)
@@ -6614,7 +6637,7 @@ def test_bench_compare_gives_all_the_same_steps_and_data(tmp_path, bench_data, c
     monkeypatch.setattr(nn.Module, "compile", lambda self, **kw: made.append((type(self).__name__, kw)))
     with torch._dynamo.config.patch(recompile_limit=8), patched(torch._dynamo, "reset") as reset:
         tiny_shaq().compile()
-        assert torch._dynamo.config.recompile_limit == 64
+        assert torch._dynamo.config.recompile_limit == 64 and {how["dynamic"] for _, how in made} == {True}  # for windows of any length
         bench.fresh_compiler(), tiny_shaq().compile()
         assert reset.called and torch._dynamo.config.recompile_limit == 256
     made.clear()
