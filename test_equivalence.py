@@ -257,15 +257,15 @@ def test_hadamard_gradcheck_twice(d, n_head, heads_only):
     assert torch.autograd.gradgradcheck(hadamard_transform, inputs[:1], fast_mode=True)
 
 
-@pytest.mark.parametrize("rms", [False, True])
-def test_hadamard_affine_norm_is_its_parts(rms):
+@pytest.mark.parametrize("rms, shifted", [(False, True), (True, False), (True, True)])
+def test_hadamard_affine_norm_is_its_parts(rms, shifted):
     d, n_head = 24, 2
-    leaf = [randn(2, d, grad=True), randn(2, d, grad=True), *(randn(d, grad=True) for _ in range(4))]  # RMSNorm, too, may have a shift
+    leaf = [randn(2, d, grad=True), randn(2, d, grad=True), *(randn(d, grad=True) for _ in range(3 + shifted))]  # RMSNorm, too, may have a shift
 
-    def fused(x, residual, alpha, beta, weight, shift):
+    def fused(x, residual, alpha, beta, weight, shift=None):
         return hadamard_affine_norm(x, alpha, beta, residual, weight, shift, rms=rms, n_head=n_head)
 
-    def parts(x, residual, alpha, beta, weight, shift):
+    def parts(x, residual, alpha, beta, weight, shift=0.0):
         y = residual + hadamard_affine(x, alpha, beta, n_head)
         return y, F.rms_norm(y, (d,), weight, 1e-5) + shift if rms else F.layer_norm(y, (d,), weight, shift, 1e-5)
 
@@ -276,7 +276,7 @@ def test_hadamard_affine_norm_is_its_parts(rms):
     unit = y if rms else y - y.mean(-1, keepdim=True)
     unit = unit * (unit.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     found = []
-    for normed in (fused(leaf[1], leaf[0], *leaf[2:])[1], unit * leaf[4] + leaf[5]):
+    for normed in (fused(leaf[1], leaf[0], *leaf[2:])[1], unit * leaf[4] + sum(leaf[5:])):
         for _ in range(3):
             normed = sum(g.square().sum() for g in torch.autograd.grad(normed.square().sum(), leaf[:2], create_graph=True))
         found.append(normed)
@@ -285,12 +285,14 @@ def test_hadamard_affine_norm_is_its_parts(rms):
         a, b = (torch.autograd.grad(f(*leaf)[i].square().sum(), leaf, allow_unused=True) for f in (fused, parts))
         assert all(error(p, q) < 1e-11 if q is not None else not p.any() for p, q in zip(a, b))
     low = [leaf[0].detach().bfloat16().requires_grad_(), *(t.detach().float().requires_grad_() for t in leaf[1:])]  # as under autocast
-    torch.library.opcheck(kernels._hadamard_norm, (*low[:5], None if rms else low[5], 0.2, 1e-5, rms, n_head, False))
+    torch.library.opcheck(kernels._hadamard_norm, (*low[:5], low[5] if shifted else None, 0.2, 1e-5, rms, n_head, False))
     assert not any(hadamard_norm_is_fused(*how) for how in ((22,), (100, 12), (100, 12, True), (320, 2, True), (64, 0)))
     x, r, v, shift = (t.detach() for t in (leaf[0], leaf[1], leaf[2], leaf[3]))
     _, y = hadamard_affine_norm(x, v, v, r, v, shift, eps=0.3, rms=rms)
     wide = r + hadamard_affine(x, v, v)
     assert error(y, (F.rms_norm(wide, (d,), v, 0.3) if rms else F.layer_norm(wide, (d,), v, None, 0.3)) + shift) < 1e-12
+    if not shifted:
+        return
     low[4] = low[4].detach().bfloat16().requires_grad_()  # shift's gradient is rounded to shift's dtype, not to weight's
     g = torch.randn(2, d).bfloat16()
     assert error(torch.autograd.grad(fused(*low)[1], low[5], g)[0], g.double().sum(0)) < 1e-6
@@ -1063,6 +1065,7 @@ def test_hadamard_norm_triton_is_exact(d, n_head, heads_only, monkeypatch, guard
     for dtype, wide, N, rms, bias in ((torch.float32, torch.float32, R[32] + 1, False, shift),
                                       (torch.float16, torch.float32, R[16] + 1, True, shift),
                                       (torch.float16, torch.float16, R[16] + 1, False, None),
+                                      (torch.float16, torch.float32, 1, True, None),
                                       (torch.float16, torch.float32, 1, False, shift), (torch.float16, torch.float32, 0, False, shift)):
         x, residual = poisoned(torch.randn(N, d).to(dtype))[0], poisoned(torch.randn(N, d).to(wide))[0]
         y, normed, stats = kernels._norm_triton(x, residual, alpha, beta, weight, bias, scale, 0.3, rms, n_head, heads_only)
@@ -1086,6 +1089,7 @@ def test_hadamard_norm_triton_gradients_are_exact(d, n_head, heads_only, monkeyp
     H, scale = layer_matrix(d, n_head, heads_only), (n_head if heads_only else d) ** -0.5
     plan, _ = kernels._plan(d, n_head, heads_only, 16, "norm backward")
     for dtype, wide, N, rms, biased in ((torch.float32, torch.float32, 2, False, True), (torch.float16, torch.float32, 2, True, True),
+                                        (torch.float16, torch.float32, 1, True, False),
                                         (torch.float16, torch.float16, 1, False, False), (torch.float16, torch.float32, 0, False, True)):
         N = N * plan["R"] + 1 if N > 1 else N
         alpha, weight, shift = torch.randn(d, 3).unbind(1)
@@ -1964,7 +1968,7 @@ def test_gpt_decoding_compiles_without_a_graph_break_and_to_the_same(attn):
 
 
 @pytest.mark.parametrize("config", [dict(attn_out="hadamard"), dict(attn_out="head_hadamard", norm="rmsnorm"), dict(attn="dva"),
-                                    dict(attn="dva_outer", mlp="none", dropout=0.1)])
+                                    dict(attn="dva_outer", mlp="none"), dict(attn="dva_outer", mlp="none", dropout=0.1)])
 def test_gpt_training_compiles_without_a_graph_break(config):
     model, idx = make(n_layer=1, **config).train(), torch.randint(0, 97, (2, 12))
     results = []
