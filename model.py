@@ -1606,7 +1606,7 @@ def choose_dtype(m, dtype):
 def product_rate(device, dtype, n, times=1):
     "FLOP/s of n x n matrix products, `times` of them in a row: the best of 6 runs, or of those in a second, measured now"
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    taken, cold = [], torch.device(device).type == "cuda"  # the first there may wait for cuBLAS to load
+    taken, cold = [], device.type == "cuda"  # the first there may wait for cuBLAS to load
     while len(taken) < 6 and sum(taken[cold:]) < 1:  # one in emulated bf16 takes seconds
         t0 = time.perf_counter()
         for _ in range(times):
