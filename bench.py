@@ -187,6 +187,7 @@ def fits(what):
     try:
         yield
     except torch.OutOfMemoryError as e:
+        end_progress()
         warn(f"note: no rows for {what}: {str(e).splitlines()[0]}")
 
 
@@ -253,7 +254,7 @@ def spread(t):
     low, mid, high = np.percentile(t, [25, 50, 75]) * 1e3
     half = (high - low) / 2
     digits = max(0, -math.floor(math.log10(half or mid / 100)))
-    return f"{mid:,.{digits}f} ± {half:,.{digits}f}"
+    return f"{mid:,.{digits}f}" + f" ± {half:,.{digits}f}" * (len(t) > 1)
 
 
 def nats(bytes_per_token):
@@ -308,8 +309,7 @@ def replay(work, m):
 
 def fresh_compiler():
     "Forget compiled code. Variants share functions: with the usual limit of 8 versions of each, the last would silently run eager."
-    import torch._dynamo
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch._dynamo.config.recompile_limit = 256
 
 
@@ -490,6 +490,11 @@ class Trainer:
         return curve, float(np.median(np.divide(self.tokens[-len(times):], times)))
 
 
+def graphed(t):
+    "Whether CUDA graphs hold a Trainer's steps or, of a GPT, its micro-batches"
+    return t.update.on or getattr(t.update, "part", t.update).on
+
+
 @torch.no_grad()
 def copy_shared(model, given):
     """Copy from given {name: tensor} each parameter of the same name and shape and, of c_attn (W_Q W_K W_V in mha, then W_KR and W_QR in dva,
@@ -560,7 +565,7 @@ def bench_compare(args):
     """Variants on the same data in the same order, from the same initial values of the weights they share, if init is the same, with k
     seeds. The first is the baseline: the other variants' losses minus its own, seed by seed, are averaged, with a standard error over
     seeds. --equal=flops and --equal=time give each variant as many steps as the baseline's FLOPs or seconds allow; the cosine is
-    stretched, a warm-up that is set is not."""
+    stretched, a warm-up that is set is not. Peak MiB as train has them."""
     m, kind = start(args), args.model
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
     default = QUICK[kind][m.device.type != "cpu"]
@@ -618,8 +623,9 @@ def bench_compare(args):
             runs.append(dict(
                 model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=t.params,
                 tokens=sum(t.tokens), val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token, tokens_per_s=tokens_per_s,
-                peak_mib=t.peak.mib(), compiled=args.compile, dataset=data.name, settings=t.s | asdict(t.model.config),
-                bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), paper=paper_quality(t), curve=curve))
+                peak_mib=t.peak.held() if graphed(t) else t.peak.mib(), compiled=args.compile, dataset=data.name,
+                settings=t.s | asdict(t.model.config), bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), paper=paper_quality(t),
+                curve=curve))
             warn(f"seed {seed}  {texts[i] or 'default'}: {loss:.4f} {nats(data.bytes_per_token)}, {tokens_per_s:,.0f} tokens/s")
             record(args, **runs[-1])  # which a full disk ends
             del t
@@ -827,7 +833,8 @@ def pool_rows(args, m, B, T, H):
             layers["fla's fused_recurrent_hgrn (recurrence alone, on (1 - f) z and log f)"] = (
                 lambda x, g: fused_recurrent_hgrn(x, g)[0], (), list(zip(*inputs)), [dh], (3 * B * T * H, 8 * B * T * H))
         except Exception as e:  # not there, or not for this Triton, which shows in many ways
-            warn(f"note: no row for fla's fused_recurrent_hgrn ({e})" + ": pip install fla-core brings it" * isinstance(e, ImportError))
+            brings = ": pip install fla-core brings it" * isinstance(e, ModuleNotFoundError)
+            warn_once(f"note: no row for fla's fused_recurrent_hgrn ({' '.join(str(e).split())}){brings}")
     time_layers(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
                 dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=x, times={loop: T / short})
 
@@ -1025,8 +1032,8 @@ def inference_model(size, out, m, length, compiled):
 
 
 def deviation(t):
-    "Standard deviation of a sample, 0 of one number"
-    return np.std(t, ddof=1) if len(t) > 1 else 0.0
+    "Standard deviation of a sample, None of one number"
+    return np.std(t, ddof=1) if len(t) > 1 else None
 
 
 def gains(t, average=np.mean):
@@ -1095,7 +1102,7 @@ def bench_prefill(args):
             paper_ms, paper_rate, paper_mb = papers.get(out, (None, None, None))
             rows.append({
                 "size": size, "batch x T": f"{B} x {T}", "mode": "compiled" if compiled else "eager", "variant": out,
-                "paper (H100), ms": paper_ms, "measured, ms": f"{ms:.3f} ± {deviation(v) * 1e3:.3f}",
+                "paper (H100), ms": paper_ms, "measured, ms": with_error(ms, deviation(v * 1e3), "-.3f"),
                 "difference {:+.2f} ms": paper_ms and ms - paper_ms, "tokens/s {:,.0f}": rate,
                 "paper, tokens/s (at odds with its ms) {:,}": paper_rate,
                 **gain_columns(out, {k: rate for k, (_, rate, _) in papers.items()}, **gain[out]),
@@ -1155,20 +1162,22 @@ def bench_decode(args):
             t = {k: v / n for k, v in timed(work, m, args.runs, least=0.0).items()}
             gain, papers = gains(t), dict(zip(OUTS, DECODE.get((B, T, n), {}).get(size, ())))  # dense, hadamard
             for out, v in t.items():
-                step, paper_rate = v.mean(), papers.get(out)
+                step, paper_rate, mib = v.mean(), papers.get(out), peak[out] if mode == "eager" else None  # a graph's is not measured
                 rate, floor = B / step, (sum(q.nbytes for q in models[out].parameters()) + kv) / copy
                 rows.append({
                     "size": size, "batch x prompt + new": f"{B} x {T} + {n}", "mode": f"{'compiled, ' if compiled else ''}{mode}",
                     "variant": out, "paper, tokens/s {:,}": paper_rate, "tokens/s {:,.0f}": rate,
                     "difference {:.2f} times": paper_rate and rate / paper_rate, "first token, ms {:.3f}": t_first[out].mean() * 1e3,
-                    "then ms a step": f"{step * 1e3:.3f} ± {deviation(v) * 1e3:.3f}", "floor of bytes, ms {:.3f}": floor * 1e3,
-                    "floor / measured {:.2f}": floor / step, **gain_columns(out, papers, **gain[out]), "peak MiB {:,.0f}": peak[out]})
+                    "then ms a step": with_error(step * 1e3, deviation(v * 1e3), "-.3f"), "floor of bytes, ms {:.3f}": floor * 1e3,
+                    "floor / measured {:.2f}": floor / step, **gain_columns(out, papers, **gain[out]),
+                    "peak MiB {:,.0f}": mib})
                 record(args, size=size, batch=B, T=T, new_tokens=n, compiled=compiled, mode=mode, variant=out, seconds_a_step=v.tolist(),
-                       tokens_per_s=rate, seconds_first=t_first[out].tolist(), floor=floor, peak_mib=peak[out], **gain[out])
+                       tokens_per_s=rate, seconds_first=t_first[out].tolist(), floor=floor, peak_mib=mib, **gain[out])
         return rows
 
     table(args, f"Decode; a copy moves {copy / 1e9:,.0f} GB/s", cases(args, m, measure))
-    generate_rows(args, m, copy)
+    with fits("SHAQ, byte by byte"):
+        generate_rows(args, m, copy)
 
 
 def generate_rows(args, m, copy):
@@ -1251,7 +1260,7 @@ def bench_train(args):
                 t.step(i)
             t.peak.forget()
             t.step(i + 1)
-            graphs[name] = t.update.on or getattr(t.update, "part", t.update).on  # of whole steps, or of a GPT's micro-batches
+            graphs[name] = graphed(t)
             memory[name] = t.peak.held() if graphs[name] else t.peak.mib()
             progress(len(rows) + len(trainers), sum(len(v) for *_, v in groups), began, "train", unit="models", scale=1)
         papers = {}
@@ -1368,9 +1377,10 @@ def bench_scaling(args):
         die("scaling needs two sizes or more")
     if args.compile:
         fresh_compiler()
-    settled = [train_gpt.settle(model, {}, m)[0] for model, _ in sizes.values()]
-    if len({s["dataset"] for s in settled}) > 1:
-        die("these sizes' recipes name different data: give one to all, --set dataset=NAME")
+    settled = [asdict(GPTConfig()) | s | c for s, c in (train_gpt.settle(model, {}, m) for model, _ in sizes.values())]
+    if other := [k for k in SAME if k != "batch_tokens" and len({s.get(k) for s in settled}) > 1]:
+        die(f"these sizes' recipes differ in {', '.join(other)}, so their losses are not of the same text: "
+            "name other --sizes, or give one to all in --set")
     for (model, _), out in itertools.product(sizes.values(), args.variants):  # invalid models end it here, not hours later
         with one_line(), torch.device("meta"):
             GPT(GPTConfig(**train_gpt.settle(model | dict(attn_out=out), {}, m)[1]))
@@ -1390,7 +1400,7 @@ def bench_scaling(args):
                 if "warmup_steps" not in common:  # nano's 50 can be most of a small model's run
                     t.warmup = min(t.warmup, t.steps // 10)
                 if t.steps * t.step_tokens > 4 * len(data.train):
-                    warn(f"note: {size} reads {data.name}'s {len(data.train):,} tokens "
+                    warn_once(f"note: {size} reads {data.name}'s {len(data.train):,} tokens "
                          f"{t.steps * t.step_tokens / len(data.train):.1f} times")
                 curve, pace = t.run(f"run {sum(map(len, runs.values())) + 1} of {total}")
                 taken, _, loss, compute = curve[-1][:4]
@@ -1486,12 +1496,9 @@ def bench_loss(args):
     """Loss of trained models on a whole split, token by token, and the difference from the first model's. Standard errors are over 64 equal
     parts of the text: they hold for text like it, and are too small if it is short, as neighbours are alike. They say nothing of other
     seeds."""
-    m, paths, ckpts = start(args), args.ckpt or ["out/gpt/ckpt.pt"], []
-    for path in paths:
-        with one_line():
-            ckpts.append(load_checkpoint(path))
-        for name in ("optimizer", "state"):  # most of it
-            ckpts[-1].pop(name, None)
+    m, paths = start(args), args.ckpt or ["out/gpt/ckpt.pt"]
+    with one_line():
+        ckpts = [{k: v for k, v in load_checkpoint(path).items() if k not in ("optimizer", "state")} for path in paths]  # most of it
     data, rows, base = load_dataset(args.dataset or ckpts[0]["data"]["name"], args.data_dir), [], None
     tokens = getattr(data, args.split)
     if tokens is None or len(tokens) < 129:
@@ -1510,8 +1517,7 @@ def bench_loss(args):
         model = model_of(ckpt).to(m.device)
         found = token_losses(model, tokens, m, args.context, 8 if args.split == "test" else 16).astype(np.float64)  # as train_shaq.py
         base = found if i == 0 else base
-        both = min(len(found), len(base))
-        lead = found[:both] - base[:both]
+        lead = found[:len(base)] - base[:len(found)]  # a SHAQ drops what its streams leave over
         mean_error = lambda x: standard_error(x[:len(x) // 64 * 64].reshape(64, -1).mean(1))
         loss, error, difference, difference_error = found.mean(), mean_error(found), lead.mean(), mean_error(lead)
         rows.append({
@@ -1561,7 +1567,7 @@ class Scorer:
                 c, t = pairs[i]
                 if len(t) > self.length:
                     die(f"a continuation of {len(t)} tokens does not fit this model's block_size of {self.length}")
-                rows.append((c + t)[-(self.length + 1):][:-1])
+                rows.append((c + t)[:-1][-self.length:])
             x = torch.tensor([r + [self.prefix] * (len(rows[0]) - len(r)) for r in rows], device=self.m.device)  # padded right: causal
             with self.m.autocast():
                 logits = self.gpt(x)                                                         # (B, T, V)
@@ -1612,7 +1618,7 @@ def bench_eval(args):
         found = simple_evaluate(Harness(model, ckpt["data"]["tokenizer"], m, args.batch), tasks=args.tasks, task_manager=tasks,
                                 limit=args.limit, bootstrap_iters=0, log_samples=False)
     except OSError as e:
-        die(f"lm_eval could not load its data ({str(e).splitlines()[0]}): "
+        die(f"lm_eval could not load its data ({(str(e).strip() or type(e).__name__).splitlines()[0]}): "
             "download it once where there is a network, or give --include_path")
     except ValueError as e:  # mostly lm_eval's: a task named twice, or data of which it finds no copy
         die(f"eval: {e}")
@@ -1750,9 +1756,9 @@ def plot_compare(plt, rows):
     rows = sorted((r for r in rows if r["seed"] in (whole or base)), key=lambda r: r["seed"])  # the rest is of a seed that was interrupted
     if not rows:
         return warn("note: compare's last run holds none of the baseline yet, so there is no figure of it")
-    variants = {r["index"]: r["variant"] or "default" for r in rows}
+    variants = dict(sorted({r["index"]: r["variant"] or "default" for r in rows}.items()))
     fig, axes = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
-    for i, name in sorted(variants.items()):
+    for i, name in variants.items():
         mine = [r for r in rows if r["index"] == i]
         pace = np.median([r["tokens"] / r["steps"] / r["tokens_per_s"] for r in mine])  # median seconds a step: other work slows some
         curves = np.array([[[step, flops, step * pace, val] for step, _, val, flops, _ in r["curve"][1:]]  # without the start
@@ -1770,11 +1776,11 @@ def plot_compare(plt, rows):
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     axes[3].axvline(0, color=COLORS[0])
     axes[3].set(xlabel=f"final loss minus that of {variants[0]}, nats\n(mean and standard error over seeds)",
-                yticks=[len(variants) - i for i in sorted(variants) if i], yticklabels=[variants[i] for i in sorted(variants) if i])
+                yticks=[len(variants) - i for i in variants if i], yticklabels=[name for i, name in variants.items() if i])
     yield "compare" if rows[0]["model"] == "gpt" else "compare_shaq", fig
     if rows[0]["model"] == "shaq":
         fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-        for i, name in sorted(variants.items()):
+        for i, name in variants.items():
             mine = [r for r in rows if r["index"] == i]
             hours, paper = ABLATIONS.get(mine[0]["preset"], (None,))[0], mine[0]["paper"]  # None where the paper has no such model
             points = style(i) | dict(ls="", label=name)
@@ -1819,7 +1825,7 @@ def plot_scaling(plt, rows):
         ax.legend()
     axes[2].axhline(0, color=COLORS[0])
     axes[2].set(xscale="log", xlabel="FLOPs", ylabel=f"loss relative to {base}'s, %\n(mean and standard error over seeds)",
-                title="both, " * (base == "dense") + f"relative to {base}")
+                title="both, " * (base == "dense" and "hadamard" in best) + f"relative to {base}")
     if len(best) > 1:
         axes[2].legend()
     yield "scaling", fig
@@ -1852,7 +1858,7 @@ def plot_heatmap(plt, rows):
             for i, out in enumerate(OUTS):
                 r = sorted((r for r in mine if r["variant"] == out), key=lambda r: r[key])
                 x, ms = [v[key] for v in r], [np.array(v["seconds"]) * 1e3 for v in r]
-                axes[0].errorbar(x, [t.mean() for t in ms], [deviation(t) for t in ms], **style(i), label=out)
+                axes[0].errorbar(x, [t.mean() for t in ms], [deviation(t) or 0 for t in ms], **style(i), label=out)
                 axes[1].plot(x, [v["tokens_per_s"] for v in r], **style(i))
                 if size in PREFILL and i < 2 and any((v["batch"], v["T"]) == (1024, 64) for v in r):
                     axes[0].plot(64 if key == "T" else 1024, PREFILL[size][i][0], **PAPER, color=COLORS[i], label=f"paper, {out}")
