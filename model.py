@@ -1606,7 +1606,7 @@ def choose_dtype(m, dtype):
 def product_rate(device, dtype, n, times=1):
     "FLOP/s of n x n matrix products, `times` of them in a row: the best of 6 runs, or of those in a second, measured now"
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    taken, cold = [], device.type == "cuda"  # the first there may wait for cuBLAS to load
+    taken, cold = [], int(device.type == "cuda")  # runs that do not count: the first there may wait for cuBLAS to load
     while len(taken) < 6 and sum(taken[cold:]) < 1:  # one in emulated bf16 takes seconds
         t0 = time.perf_counter()
         for _ in range(times):
@@ -1645,13 +1645,15 @@ def inputs_and_targets(rows, device):
 class Replayed:
     """update(batch, state) -> (figures, state), a training step from the batch to the new weights, as one CUDA graph. Launched one by one, the
     kernels of shaq's step took an H200 23 ms for 11 of work. The first step of new shapes runs as it is, which compiles what needs compiling;
-    the second is recorded, and from then on replayed. Each step sets lr, the same for all groups.
+    the second is recorded, later ones are replayed. Each call sets lr, the same for all groups.
 
-    batch, state: lists or tuples of tensors, nested in any way, or None. figures: two numbers, or one, which fills both; the next step
-    overwrites them. on=False: no graphs. A step that changes the shapes of its state is never recorded. The state, too, is overwritten by
-    the next step, and its tensors must not change places. Dropout draws what it would without a graph. Python in update runs only until it
-    is recorded: what is to vary, other than lr, must be a tensor that is changed in place. whole=False: update is a part of a
-    step that adds to the gradients of optimizer's parameters: set these to zero, never to None."""
+    batch, state   tensors, lists or tuples of them, nested in any way, or None. The state's must not change places
+    figures        two numbers, or one, which fills both. The next step overwrites figures and state
+    on=False       no graphs
+    whole=False    update is a part of a step and adds to the gradients of optimizer's parameters: set these to zero, never to None
+
+    Python in update runs only until it is recorded: what is to vary, other than lr, must be a tensor that is changed in place. A step that
+    changes the shapes of its state is never recorded. Dropout draws what it would without a graph."""
 
     def __init__(self, update, optimizer, on, whole=True):
         self.update, self.optimizer, self.on, self.whole = update, optimizer, on, whole
@@ -1779,9 +1781,11 @@ def load_checkpoint(path, kind=None):
         written = os.stat(path).st_mtime_ns
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         Model, Config = KINDS[ckpt.get("kind")]
-        more = ("settings", "optimizer", "step", "evaluated") if kind == ckpt["kind"] else ()  # sampling does without
-        more += ("at", "epoch", "best", "minutes", "state") if kind == ckpt["kind"] == "SHAQ" else ()
-        if not ({"config", "model", "data", *more} <= set(ckpt) and {"name", "tokenizer"} <= set(ckpt["data"])):
+        needed = {"config", "model", "data"}
+        if kind == ckpt["kind"]:  # to train on; sampling does without
+            needed |= {"settings", "optimizer", "step", "evaluated"}
+            needed |= {"at", "epoch", "best", "minutes", "state"} if kind == "SHAQ" else set()
+        if not (needed <= set(ckpt) and {"name", "tokenizer"} <= set(ckpt["data"])):
             raise KeyError
         with zipfile.ZipFile(path) as z:  # torch.load leaves the checksums unread
             if z.testzip():
@@ -1861,4 +1865,4 @@ def main():
 
 if __name__ == "__main__":
     from prepare_data import run
-    run(main)
+    run(main, memory="fewer --tokens, a shorter --prompt, or --device=cpu")

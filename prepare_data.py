@@ -96,6 +96,7 @@ def run(main, again="", memory="a smaller model, batch, window or file"):
 
 
 def out_of_memory(e):
+    "Whether this error says that memory ran out, on whatever system or device"
     too_much = "out of memory|(can't allocate|not enough) memory|can't start new thread|calculation overflowed"
     return isinstance(e, MemoryError) or re.search(too_much, str(e))
 
@@ -166,7 +167,8 @@ def number(kind, low, high=None):
     def parse(text):
         value = kind(text)
         if not low <= value <= most:  # a nan, too
-            raise argparse.ArgumentTypeError(f"expected {low} {'or more' if high is None and not value > most else f'to {most}'}, got {text}")
+            bound = f"to {most}" if high is not None or value > most else "or more"
+            raise argparse.ArgumentTypeError(f"expected {low} {bound}, got {text}")
         return value
     parse.__name__ = kind.__name__  # argparse says "invalid int value"
     return parse
@@ -237,6 +239,12 @@ def write_or_warn(path, write):
         return False
 
 
+def duration(seconds):
+    """3725 -> '1h02m', 125 -> '2m05s'"""
+    s = int(seconds + 0.5)
+    return f"{s // 3600}h{s // 60 % 60:02}m" if s >= 3600 else f"{s // 60}m{s % 60:02}s"
+
+
 def progress(done, total, t0, what, start=0, unit="MB", scale=1e6, after=0):
     """Print on stderr that done of total (None: unknown) is reached, at most every 0.1 s on a terminal, else every 10 s; before `after` seconds
     have passed, only the end. It began with start, at time t0."""
@@ -266,6 +274,19 @@ def end_progress():
             print(end="\r" + 79 * " " + "\r", file=sys.stderr, flush=True)
 
 
+def git_commit():
+    """This checkout's commit, followed by '+' if files differ from it; '' outside a git checkout."""
+    try:
+        out = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=os.path.dirname(os.path.abspath(__file__)),
+                             capture_output=True, text=True, timeout=10)
+        return out.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared by train_gpt.py and train_shaq.py alone: the log, signals, what --resume may change, max_minutes, how a run ends
+
 def claim(file):
     """Lock an open file for this process; dies if another one has it."""
     try:
@@ -275,23 +296,6 @@ def claim(file):
         die(f"another run writes {file.name}: wait for its end, or take another --out_dir")
     except (ImportError, OSError):  # Windows, some network file systems
         pass
-
-
-@contextlib.contextmanager
-def alone(folder):
-    """While inside, others that would prepare folder wait."""
-    os.makedirs(folder, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, OSError):  # Windows, some network file systems
-            import fcntl
-            lock = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, lock)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                warn(f"waiting for another process, which prepares {folder}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 class Log:
@@ -305,38 +309,40 @@ class Log:
         claim(self.file)
         folder = os.path.dirname(path) or "."
         there = lambda name: os.path.exists(os.path.join(folder, name))
-        if written and os.stat(os.path.join(folder, "ckpt.pt")).st_mtime_ns != written:
-            die(f"{folder}/ckpt.pt is newer than what this run has read: another has just ended. Type the same command again")
-        if resume_step is None and there("best.pt") and there("ckpt.pt.old") and not there("ckpt.pt"):
+        keep = 0  # bytes of the log that stay
+        if resume_step is None:  # an earlier run makes way
+            if there("best.pt") and there("ckpt.pt.old") and not there("ckpt.pt"):
+                self.file.seek(0)
+                if self.file.read().count(b'"val_loss"') > 1:  # it may be better than a start
+                    die(f"{folder}/best.pt is all that the last run there could save: move it away, or take another --out_dir")
+            # a run without ckpt.pt never replaces one that had it
+            if there("ckpt.pt") or not there("ckpt.pt.old") and (there("best.pt") or os.path.getsize(path)):
+                self.file.seek(0)  # copied, not moved: it is locked. By this handle: closing another one would end the lock
+                write_atomic(f"{path}.old", lambda f: shutil.copyfileobj(self.file, f))
+                kept = ["log.jsonl.old"]
+                for name in ("best.pt", "ckpt.pt"):  # ckpt.pt last: if this is killed on the way, the next run does it again
+                    with contextlib.suppress(FileNotFoundError):
+                        os.replace(os.path.join(folder, name), os.path.join(folder, f"{name}.old"))
+                        kept.append(f"{name}.old")
+                report(f"note: {folder} held an earlier run{', which --resume would have continued' * ('ckpt.pt.old' in kept)}; until the "
+                       f"next one it is kept in {', '.join(kept)}")
+        else:  # its own log, cut back to the checkpoint
+            if written and os.stat(os.path.join(folder, "ckpt.pt")).st_mtime_ns != written:
+                die(f"{folder}/ckpt.pt is newer than what this run has read: another has just ended. Type the same command again")
             self.file.seek(0)
-            if self.file.read().count(b'"val_loss"') > 1:  # it may be better than a start
-                die(f"{folder}/best.pt is all that the last run there could save: move it away, or take another --out_dir")
-        # a run without ckpt.pt never replaces one that had it
-        if resume_step is None and (there("ckpt.pt") or not there("ckpt.pt.old") and (there("best.pt") or os.path.getsize(path))):
-            self.file.seek(0)  # copied, not moved: it is locked. By this handle: closing another one would end the lock
-            write_atomic(f"{path}.old", lambda f: shutil.copyfileobj(self.file, f))
-            kept = ["log.jsonl.old"]
-            for name in ("best.pt", "ckpt.pt"):  # ckpt.pt last: if this is killed on the way, the next run does it again
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(os.path.join(folder, name), os.path.join(folder, f"{name}.old"))
-                    kept.append(f"{name}.old")
-            report(f"note: {folder} held an earlier run{', which --resume would have continued' * ('ckpt.pt.old' in kept)}; until the "
-                   f"next one it is kept in {', '.join(kept)}")
-        self.file.seek(0)
-        lines = self.file.read().splitlines(True) if resume_step is not None else []
-        keep, reached = 0, -1  # bytes, and up to which step
-        try:
-            for i, line in enumerate(lines, 1):
-                record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
-                if record.get("step", -1) >= resume_step + (evaluated and "val_loss" in record) or not line.endswith(b"\n"):
-                    break
-                keep, reached = keep + len(line), record.get("step", reached)
-        except (ValueError, TypeError, AttributeError, RecursionError):  # a crash can only cut the last line short
-            if i < len(lines):
-                write_atomic(f"{path}.damaged", lambda f: f.writelines(lines))
-                warn(f"note: {path}, line {i} is damaged; it and all that follows is dropped, but kept in {path}.damaged")
-        if resume_step is not None and reached < resume_step - 1:
-            warn(f"note: {path} lacks the steps from {reached + 1} to {resume_step - 1}: a plot against time would be that much too early")
+            lines, reached = self.file.read().splitlines(True), -1  # reached: the last step that stays
+            try:
+                for i, line in enumerate(lines, 1):
+                    record = json.loads(line)  # a loss at resume_step came after the checkpoint, a val_loss before it
+                    if record.get("step", -1) >= resume_step + (evaluated and "val_loss" in record) or not line.endswith(b"\n"):
+                        break
+                    keep, reached = keep + len(line), record.get("step", reached)
+            except (ValueError, TypeError, AttributeError, RecursionError):  # a crash can only cut the last line short
+                if i < len(lines):
+                    write_atomic(f"{path}.damaged", lambda f: f.writelines(lines))
+                    warn(f"note: {path}, line {i} is damaged; it and all that follows is dropped, but kept in {path}.damaged")
+            if reached < resume_step - 1:
+                warn(f"note: {path} lacks the steps from {reached + 1} to {resume_step - 1}: a plot against time would be that much too early")
         self.file.truncate(keep)
         self(**first)
 
@@ -398,15 +404,11 @@ class StopSignal:
             raise KeyboardInterrupt
 
 
-def duration(seconds):
-    """3725 -> '1h02m', 125 -> '2m05s'"""
-    s = int(seconds + 0.5)
-    return f"{s // 3600}h{s // 60 % 60:02}m" if s >= 3600 else f"{s // 60}m{s % 60:02}s"
-
-
 def as_typed(value):
     """(2, 4) -> '2,4', () -> 'none', True -> '1': a setting as a flag takes it"""
-    return ",".join(map(str, value)) or "none" if isinstance(value, (tuple, list)) else str(int(value) if isinstance(value, bool) else value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return str(int(value) if isinstance(value, bool) else value)
 
 
 def unchanged(typed, stored, free):
@@ -419,10 +421,10 @@ def unchanged(typed, stored, free):
 
 
 def shorten(s, asked, step, pace, say):
-    """Every 25 steps, or as soon as the time is up if that is sooner, cut the schedule to the steps that fit into max_minutes at the pace so
-    far, at most asked (None: change nothing). pace: seconds a step, averaged over processes, so that all decide alike; 0 while
-    unknown. s["paced"]: max_steps was set by an earlier look, also of the run that this one resumes, which later looks may move, or typed
-    on --resume."""
+    """Cut the schedule to the steps that fit into max_minutes at the pace so far, but to no more than asked (None: leave it as it is). Looks
+    every 25 steps, and once the time is up before the first look. pace: seconds a step, averaged over processes so that all decide alike;
+    0 while unknown. s["paced"]: max_steps is no longer as asked. An earlier look set it, and later ones may move it; or it stays as a
+    resumed run found it, or as --resume --max_steps set it."""
     up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
     if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return
@@ -455,8 +457,8 @@ def stopped(m, path, step, save, say):
 
 
 def dispensable(show):
-    """show() the sample at a run's end, when all is saved: a signal cuts it short, later ones (torchrun passes its own on) change nothing, and
-    where memory or a tokenizer is missing, which is printed, there is none. The run goes on to its last lines."""
+    """Call show(), which prints the sample at a run's end, when all is saved. A signal cuts it short, and it alone: later ones (torchrun passes
+    its own on) change nothing. Without memory or a tokenizer there is none, which is said. The run goes on to its last lines each time."""
     def handle(how):
         for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -479,16 +481,6 @@ def dispensable(show):
             raise
         warn("note: no memory is left for a sample")
     end_progress()
-
-
-def git_commit():
-    """This checkout's commit, followed by '+' if files differ from it; '' outside a git checkout."""
-    try:
-        out = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=os.path.dirname(os.path.abspath(__file__)),
-                             capture_output=True, text=True, timeout=10)
-        return out.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -555,6 +547,7 @@ def tokenize(raw, tokenizer, what, size=1 << 20):
         pool.shutdown(cancel_futures=True)
     return np.concatenate(tokens)
 
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading
 
@@ -609,7 +602,7 @@ class Dataset:
     bytes_per_token: float  # of the validation split
     train: Tokens
     val: Tokens
-    test: Tokens  # or None
+    test: Tokens | None
     meta: dict
 
     @property
@@ -627,6 +620,23 @@ class Dataset:
 NAME = r"\w[\w.-]*"
 
 
+@contextlib.contextmanager
+def alone(folder):
+    """While inside, others that would prepare folder wait."""
+    os.makedirs(folder, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):  # Windows, some network file systems
+            import fcntl
+            lock = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                warn(f"waiting for another process, which prepares {folder}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def load_dataset(name, data_dir="data"):
     """Open DATA_DIR/NAME -> Dataset. If it is not there, pysource is prepared; for any other, die with the command to type."""
     folder = os.path.join(data_dir, name)
@@ -641,8 +651,8 @@ def load_dataset(name, data_dir="data"):
     if not os.path.isfile(path):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.stat(path)  # report a folder that we may not read as just that: preparing the data again would fail, too
-        own = [meta.parent.name for meta in pathlib.Path(data_dir).glob("*/meta.json")]
-        close = "" if name in DATASETS else nearest(name, own) or nearest(name.lower(), DATASETS)
+        prepared = [meta.parent.name for meta in pathlib.Path(data_dir).glob("*/meta.json")]
+        close = "" if name in DATASETS else nearest(name, prepared) or nearest(name.lower(), DATASETS)
         die(f"data set {name!r} is not prepared in {data_dir}{close}; type: {hint}")
     try:
         with open(path, "rb") as f:
@@ -674,11 +684,13 @@ def shared_dataset(s, m):
 
 
 def check_source(ckpt, path, data, same=True):
-    "Die if the checkpoint was trained on other data or, unless same, on data of another tokenizer. ckpt may be None"
-    was = data.source | ckpt["data"] if ckpt else data.source  # old checkpoints say less
-    if was["tokenizer"] != data.tokenizer or same and was != data.source:
-        was, now = ("{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format(**d) for d in (was, data.source))
-        die(f"{path} was trained on {was}, and --dataset is {now}: prepare the same data, or start anew" + " without --resume" * same)
+    "Die if the checkpoint (None: there is none) was trained on other data or, unless same, on data of another tokenizer"
+    now = data.source
+    was = now | ckpt["data"] if ckpt else now  # old checkpoints say less
+    if was["tokenizer"] != now["tokenizer"] or same and was != now:
+        text = "{name} ({tokens:,} {tokenizer} tokens, SHA-256 {sha256})".format
+        die(f"{path} was trained on {text(**was)}, and --dataset is {text(**now)}: "
+            + ("prepare the same data, or start anew without --resume" if same else f"take data in {was['tokenizer']} tokens"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -832,6 +844,7 @@ def fetch(name, folder, url, copy=None):
     if not copy:
         os.replace(used, path)
     return raw, came_from
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing

@@ -2959,7 +2959,7 @@ def test_train_evaluation_by_hand(monkeypatch):
     with patched(m, "forward", lambda x, y: torch.tensor(0.1)):  # sums are fp64
         assert train_gpt.evaluate(m, np.zeros(16001, int), 10**9, 1, cpu) == pytest.approx(torch.tensor(0.1).item(), rel=1e-12)
     moved = []  # NCCL adds up nothing that is not on the GPU
-    monkeypatch.setattr(train_gpt, "stack", lambda *a, stack=train_gpt.stack: stack(*a[:-1], torch.device("cpu")))
+    monkeypatch.setattr(train_gpt, "read", lambda *a, read=train_gpt.read: read(*a[:-1], torch.device("cpu")))
     monkeypatch.setattr(torch.Tensor, "to", lambda t, *a, **kw: moved.append(a) or t)
     train_gpt.evaluate(m, tokens, 64, 2, replace(cpu, device=GPU))
     assert moved[-1] == (GPU,)
@@ -4654,8 +4654,7 @@ def test_train_stopped_in_an_evaluation_repeats_it_on_resume(either, tmp_path, m
     """By a signal that comes in the n-th one's first batch: nothing more is read, said, logged or taken for the best. Else Ctrl-C would seem to
     do nothing in a long one, and torchrun would kill the run before it saves."""
     script, run = either
-    reader, evaluate, seen = "stack" if script is train_gpt else "read", script.evaluate, []
-    read = getattr(script, reader)
+    read, evaluate, seen = script.read, script.evaluate, []
     pd.prepare(str(tmp_path / "data/three"), "three", "byte", random_words(9000), "", percent=(80, 90))
     flags = "--dataset=three", f"--data_dir={tmp_path / 'data'}", "--eval_tokens=800"
 
@@ -4674,7 +4673,7 @@ def test_train_stopped_in_an_evaluation_repeats_it_on_resume(either, tmp_path, m
         seen.clear()
         with monkeypatch.context() as patch:
             patch.setattr(script, "evaluate", within)
-            patch.setattr(script, reader, reads)
+            patch.setattr(script, "read", reads)
             status, said, err, log = run(*more, out=out)
         assert status == 130 and not err and seen[-1] == 1 and len(seen) == n, (status, err, seen)
         return said, log

@@ -31,7 +31,8 @@ from prepare_data import (Parser, StopSignal, check_source, die, dispensable, di
                           progress, report, run, shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
-# Settings. Defaults depend on the size; typed flags override them. [1] and [2] are the papers listed in model.py.
+# Settings. Defaults depend on the size; typed flags override them. [1] and [2] are the papers listed in model.py. In this file s holds all
+# settings, c the model's, m is the machine (model.py), T a window's tokens, B the windows of a step
 
 RECIPES = {  # batch_tokens and lr of tiny to large: [1, table 2]; v1 gives none for its larger sizes: large's. nano's are ours
     "nano": dict(batch_tokens=2048, micro_batch=8, lr=2e-3, min_lr=1e-4, warmup_steps=50, max_steps=3000, max_minutes=3.0,
@@ -111,12 +112,14 @@ FREE = {"data_dir", "out_dir", "micro_batch", "eval_interval", "eval_tokens", "d
 
 def settle(typed, stored, m):
     "Defaults, overridden by the recipe, then by the checkpoint (configuration and settings), then by typed flags -> settings, model settings"
+    # betas, decay, eval_windows and paced have no flags
     s = dict(size="tiny" if m.device.type == "cuda" else "nano", dataset="pysource", data_dir="data", out_dir="out/gpt", weight_decay=0.1,
              max_minutes=0.0, paced=False, grad_clip=1.0, schedule="cosine", betas=(0.9, 0.95), decay="matrices", eval_tokens=2**20,
              eval_windows="spread", seed=1337, compile=m.device.type == "cuda" and triton is not None)
     unchanged(typed, stored, FREE)
-    s |= RECIPES.get((s | stored | typed)["size"], RECIPES["large"]) | stored | typed
-    if "min_lr" in s and "min_lr" not in (stored | typed):
+    given = stored | typed
+    s |= RECIPES.get(given.get("size", s["size"]), RECIPES["large"]) | given
+    if "min_lr" in s and "min_lr" not in given:
         s["min_lr"] = min(s["min_lr"], s["lr"])  # nano's could be above a low --lr: the cosine would climb
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
         die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
@@ -130,11 +133,11 @@ def settle(typed, stored, m):
 
 
 def build(s, c, data, m):
-    "-> a new model on its device, its optimiser"
-    c.setdefault("vocab_size", -(-data.vocab_size // 64) * 64)  # a multiple of 64 is faster on a GPU: 50257 -> 50304
+    "-> a new model on its device, its optimiser. Sets s['max_steps'], where nothing has: it hangs on the number of parameters"
+    vocab = dict(vocab_size=-(-data.vocab_size // 64) * 64)  # a multiple of 64 is faster on a GPU: 50257 -> 50304
     torch.manual_seed(s["seed"])
     with one_line():
-        model = GPT(GPTConfig(**c)).to(m.device)
+        model = GPT(GPTConfig(**vocab | c)).to(m.device)
     tokens = min(20 * model.num_params(), 16 * len(data.train))  # further epochs teach next to nothing: Muennighoff et al., arXiv 2305.16264
     s.setdefault("max_steps", -(-tokens // s["batch_tokens"]))
     if m.device.type == "cuda" and 16 * model.config.dropout % 1:
@@ -152,17 +155,17 @@ def stepper(model, optimizer, s, m, accumulate):
     graphs = s["compile"] and m.device.type == "cuda" and m.world == 1 and not (by_blocks and c.dropout)
 
     def add(micro_batch, loss):
-        "Accumulate a micro-batch's gradients and its share of the loss, in [loss]"
+        "Accumulate a micro-batch's gradients and its share of the loss"
         with m.autocast():
             share = (m.net or model)(*micro_batch) / accumulate  # as each has as many targets
         share.backward()
-        loss = loss[0] + share.detach()
-        return loss, [loss]  # figures, which nobody reads here, and the state that the next micro-batch adds to
+        loss = loss + share.detach()
+        return loss, loss  # Replayed's figures, which nobody reads here, and its state, which the next micro-batch adds to
 
     part = Replayed(add, optimizer, graphs and accumulate > 1, whole=False)
 
     def update(batch, _):
-        loss = [torch.zeros((), device=m.device)]
+        loss = torch.zeros((), device=m.device)
         for i, micro_batch in enumerate(batch):
             if m.world > 1:
                 m.net.require_backward_grad_sync = i == accumulate - 1
@@ -170,7 +173,7 @@ def stepper(model, optimizer, s, m, accumulate):
         norm = clip_(model, s["grad_clip"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=not part.on)
-        return torch.stack((*loss, norm)), None
+        return torch.stack((loss, norm)), None
 
     step = Replayed(update, optimizer, graphs and accumulate == 1)
     step.part = part
@@ -190,17 +193,17 @@ class Windows:
         if self.count < batch:
             die(f"the training data has {len(tokens):,} tokens, a step takes {batch} windows of {block_size}: "
                 "lower --batch_tokens")
-        self.epoch = None
+        self.per_epoch, self.epoch = self.count // batch, None  # steps an epoch; the epoch whose order is drawn
 
     def __call__(self, step, part):
         "The step's batch[part], part being a slice: inputs and targets, (n, block_size) int64 each"
-        epoch, i = divmod(step, self.count // self.batch)
+        epoch, i = divmod(step, self.per_epoch)
         if epoch != self.epoch:
             self.epoch, self.order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.count)
-        return stack(self.tokens, self.order[i * self.batch:(i + 1) * self.batch][part], self.block_size, self.device)
+        return read(self.tokens, self.order[i * self.batch:(i + 1) * self.batch][part], self.block_size, self.device)
 
 
-def stack(tokens, windows, T, device):
+def read(tokens, windows, T, device):
     "These windows' inputs and targets, (n, T) int64 each, on device"
     return inputs_and_targets(np.stack([tokens[i * T:i * T + T + 1] for i in windows.tolist()]), device)
 
@@ -222,7 +225,7 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread", stop=No
                 break
             if m.rank == 0:
                 progress(i, n, began, "evaluation", unit="windows", scale=1, after=5)
-            x, y = stack(tokens, windows[i:i + micro_batch], T, m.device)
+            x, y = read(tokens, windows[i:i + micro_batch], T, m.device)
             total += model(x, y).item() * len(x)
     end_progress()
     total = m.mean(total.to(m.device) if m.device.type == "cuda" else total)  # NCCL reduces on the GPU; Apple's GPUs have no fp64
@@ -235,10 +238,9 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread", stop=No
 
 def main():
     typed = parse()
-    ckpt, path = None, os.path.join(typed.get("out_dir", "out/gpt"), "ckpt.pt")
+    path = os.path.join(typed.get("out_dir", "out/gpt"), "ckpt.pt")
     with one_line():
-        if typed.pop("resume", False):
-            ckpt = load_checkpoint(path, "GPT")
+        ckpt = load_checkpoint(path, "GPT") if typed.pop("resume", False) else None
         # a resumed run keeps its arithmetic, even if this machine would choose another
         dtype = ckpt["settings"]["dtype"] if ckpt else RECIPES.get(typed.get("size"), {}).get("dtype", "auto")
         m = machine(typed.get("device", "auto"), typed.get("dtype", dtype))
@@ -250,14 +252,14 @@ def main():
         m.note += note
 
     # set-up: settings, data
-    s, c = settle(typed, ckpt["config"] | ckpt["settings"] if ckpt else {}, m)
+    s, c = settle(typed, ckpt["settings"] | ckpt["config"] if ckpt else {}, m)
     s["out_dir"] = os.path.dirname(path) or "."  # the folder may have been moved since
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     data = shared_dataset(s, m)
     check_source(ckpt, path, data)
 
-    # divide the batch now, so as to fail before the model, which may take minutes
+    # divide the batch: before the model is made, which may take minutes, as this can fail
     T = GPTConfig(**c).block_size
     B, extra = divmod(s["batch_tokens"], T)
     micro = min(s["micro_batch"], max(1, B // m.world))
@@ -266,15 +268,14 @@ def main():
     if extra or B % (micro * m.world):
         micro = micro if "micro_batch" in typed else 1
         least = T * micro * m.world
-        other = [] if ckpt else [f"{max(1, round(s['batch_tokens'] / least)) * least}"]  # a resumed run keeps its batch
-        other += [] if extra else [f"another {'--micro_batch or ' * (B % m.world == 0)}number of processes"]
+        ways = [] if ckpt else [f"{max(1, round(s['batch_tokens'] / least)) * least}"]  # a resumed run keeps its batch
+        ways += [] if extra else [f"another {'--micro_batch or ' * (B % m.world == 0)}number of processes"]
         die(f"--batch_tokens={s['batch_tokens']} is no multiple of block_size {T} x micro_batch {micro} x {m.world} processes = {least}: "
-            f"take {', or '.join(other)}")
+            f"take {', or '.join(ways)}")
     accumulate = B // (micro * m.world)
     if len(data.val) <= T:
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: prepare more text, or lower --block_size")
     windows = Windows(data.train, T, B, s["seed"], m.device)
-    per_epoch = windows.count // B  # steps
 
     # model, optimiser
     model, optimizer = build(s, c, data, m)
@@ -309,13 +310,13 @@ def main():
     out = f", {c['attn_out']}" if c["attn"] == "mha" else ""
     say(f"{s['size']}, {c['attn']}{out}: {model.num_params():,} parameters ("
         + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
-    other = [f"--{k}={v}" for k, v in (("n_head", 1), ("mlp", "none")) if k not in typed and c[k] != v]
-    if c["attn"] in ("dva", "dva_outer") and other and not ckpt:
-        say(f"note: in its paper DVA has one head and no feed-forward block; for that add {' '.join(other)}")
+    missing = [f"--{k}={v}" for k, v in (("n_head", 1), ("mlp", "none")) if k not in typed and c[k] != v]
+    if c["attn"] in ("dva", "dva_outer") and missing and not ckpt:
+        say(f"note: in its paper DVA has one head and no feed-forward block; for that add {' '.join(missing)}")
     shares = f"{m.world} processes x " if m.world > 1 else ""
-    say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {per_epoch:,} steps an epoch; "
+    say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.per_epoch:,} steps an epoch; "
         f"a step: {B} x {T} tokens = {shares}{accumulate} micro-batch{'es' * (accumulate > 1)} x {micro} sequences")
-    epochs = s["max_steps"] / per_epoch
+    epochs = s["max_steps"] / windows.per_epoch
     falls = "" if s["schedule"] == "constant" else f" -> {s['min_lr']:g}"
     say(f"{s['max_steps']} steps, {epochs:.3g} epochs, lr {s['lr']:g}{falls}, "
         f"{'compiled' if s['compile'] else 'not compiled'}{', steps as CUDA graphs' * update.on}"
@@ -323,7 +324,7 @@ def main():
         f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
     schedule_notes(s, typed, first, ckpt and ckpt["settings"]["max_steps"], say)
     if epochs > 50 and not ckpt:
-        say(f"note: {epochs:.0f} epochs of so little text: validation loss will rise again; --max_steps={16 * per_epoch} takes 16")
+        say(f"note: {epochs:.0f} epochs of so little text: validation loss will rise again; --max_steps={16 * windows.per_epoch} takes 16")
     if s["size"] == "tiny" and data.name == "pysource" and not ckpt:
         say("note: Python's sources are too little text for tiny: take --size=nano, or --dataset=fineweb10B")
 

@@ -28,10 +28,11 @@ from kernels import triton
 from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint,
                    lr_at, machine, peak_flops, sample_text, schedule_notes)
 from prepare_data import (Parser, StopSignal, as_typed, check_source, die, dispensable, diverged, duration, end_progress, flag01, number,
-                          one_line, progress, report, run, shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
+                          one_line, progress, report, run, shared_dataset, shorten, start_log, stopped, unchanged, warn, write_or_warn)
 
 # -----------------------------------------------------------------------------
-# Settings: the published ones, by default on CUDA, or a model that learns something in three minutes on a CPU
+# Settings: the published ones, by default on CUDA, or a model that learns something in three minutes on a CPU. In this file s holds all
+# settings, c the model's, m is the machine (model.py), T a window's tokens in each stream
 
 SIZES = {
     "paper": dict(n_embd=1024, batch=16, bptt=1024, lr=2e-3, warmup_steps=800, epochs=32, mem_len=5000, dropout=0.1, schedule="constant"),
@@ -104,8 +105,8 @@ def settle(typed, stored, m):
     s = dict(preset="shaq", dataset="pysource", data_dir="data", out_dir="out/shaq", optimizer="lamb", weight_decay=1.2e-6, grad_clip=0.25,
              eval_tokens=2**62, seed=1337, max_minutes=0.0, paced=False,
              size="paper" if m.device.type == "cuda" else "laptop", compile=m.device.type == "cuda" and triton is not None)
-    s |= SIZES[(s | stored | typed)["size"]]
-    s |= SHAQ_PRESETS[(s | stored | typed)["preset"]] | stored | typed
+    given = stored | typed
+    s |= SIZES[given.get("size", s["size"])] | SHAQ_PRESETS[given.get("preset", s["preset"])] | given
     s["paced"] |= stored.get("max_steps") is not None and "max_steps" in typed  # max_steps is settled: --resume ignores max_minutes
     if s["schedule"] == "cosine" and s.get("min_lr", 0) > s["lr"]:
         die(f"--min_lr={s['min_lr']:g} is above --lr={s['lr']:g}, and the cosine falls from the one to the other: lower it")
@@ -113,7 +114,7 @@ def settle(typed, stored, m):
 
 
 # -----------------------------------------------------------------------------
-# Model, optimiser
+# Model, optimiser, step
 
 
 def build(s, c, data, m):
@@ -128,6 +129,26 @@ def build(s, c, data, m):
     return model, torch.optim.AdamW(model.parameters(), lr=s["lr"], weight_decay=s["weight_decay"], fused=True)
 
 
+def stepper(model, optimizer, s, m):
+    "-> step((x, y), state, lr): updates the weights once, returns (loss, gradient norm before clipping), state"
+    # No CUDA graphs for memory=mean: its open window has any of 1,000 lengths, each a graph of its own. Nor for LSTMs: by cuDNN's sources a
+    # graph would hold some 16,000 kernels at full size (untried)
+    c = model.config
+    graphs = (s["compile"] and m.device.type == "cuda" and m.world == 1 and s["optimizer"] == "lamb" and c.memory != "mean"
+              and c.rnn != "lstm")
+
+    def update(batch, state):
+        with m.autocast():
+            loss, state = (m.net or model)(*batch, state)
+        loss.backward()
+        norm = clip_(model, s["grad_clip"])
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack((loss.detach(), norm)), detach_state(state)
+
+    return Replayed(update, optimizer, graphs)
+
+
 # -----------------------------------------------------------------------------
 # Data: streams read in order, windows of random length
 
@@ -139,6 +160,7 @@ def window_lengths(rng, bptt, n):
 
 
 def window_length(seed, step, bptt):
+    "Tokens that this step takes from each stream, were none of them to end"
     return int(window_lengths(np.random.default_rng((seed, step)), bptt, 1)[0])
 
 
@@ -187,26 +209,9 @@ def evaluate(model, tokens, eval_tokens, bptt, m, streams=16, stop=None):
 # Training
 
 
-def stepper(model, optimizer, s, m):
-    "-> step((x, y), state, lr): updates the weights once, returns (loss, gradient norm before clipping), state"
-    def update(batch, state):
-        with m.autocast():
-            loss, state = (m.net or model)(*batch, state)
-        loss.backward()
-        norm = clip_(model, s["grad_clip"])
-        optimizer.step()
-        optimizer.zero_grad()
-        return torch.stack((loss.detach(), norm)), detach_state(state)
-
-    # No graphs for memory=mean: its open window has any of 1,000 lengths, each a graph of its own. Nor for LSTMs: by cuDNN's sources a graph
-    # would hold some 16,000 kernels at full size (untried)
-    return Replayed(update, optimizer, s["compile"] and m.device.type == "cuda" and m.world == 1 and s["optimizer"] == "lamb"
-                    and model.config.memory != "mean" and model.config.rnn != "lstm")
-
-
 def main():
     typed = parse()
-    ckpt, path = None, os.path.join(typed.get("out_dir", "out/shaq"), "ckpt.pt")
+    path = os.path.join(typed.get("out_dir", "out/shaq"), "ckpt.pt")
     best_path = os.path.join(os.path.dirname(path), "best.pt")
     stage2 = typed.pop("stage2", None)
     resume = typed.pop("resume", False)
@@ -216,8 +221,7 @@ def main():
         die(f"--stage2={stage2} lies in --out_dir, where the new run would put its own in its place: type another --out_dir")
     origin = path if resume else stage2  # the checkpoint that this run starts from, None for a new one
     with one_line():
-        if origin is not None:
-            ckpt = load_checkpoint(origin, "SHAQ")
+        ckpt = load_checkpoint(origin, "SHAQ") if origin is not None else None
         # keep the checkpoint's arithmetic, even if this machine would choose another
         m = machine(typed.get("device", "auto"), typed.get("dtype", ckpt["settings"]["dtype"] if ckpt else "auto"))
     if ckpt and ckpt["settings"]["device"] != m.device.type:
@@ -236,7 +240,8 @@ def main():
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
         stored = {k: v for k, v in stored.items() if k not in {"min_lr", "eval_interval", *typed}}  # a new run: any other flag may be typed
     s, c = settle(typed, stored, m)
-    s |= dict(stage2=stage2) if stage2 else {}  # for the record
+    if stage2:
+        s["stage2"] = stage2  # for the record
     s["out_dir"] = os.path.dirname(path) or "."  # the folder may have been moved since
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
@@ -268,7 +273,8 @@ def main():
         first, at, epoch, best, minutes = (ckpt[k] for k in ("step", "at", "epoch", "best", "minutes"))
         state = each(ckpt.pop("state"), lambda t: t[streams.start:streams.stop].to(m.device))  # this process's streams
         evaluated = first if ckpt["evaluated"] else None  # a signal can have come just before an evaluation
-    ckpt = ckpt if resume else None  # frees stage 2 of the old optimiser's state
+    if not resume:
+        ckpt = None  # frees stage 2 of the old optimiser's state
     if s["compile"]:
         model.compile()
     per_epoch = length / average_length(s["seed"], s["bptt"]) + 0.5  # + 0.5: on average half of the last is cut off
@@ -307,7 +313,7 @@ def main():
     clock = due = time.perf_counter()  # due: the next save of ckpt.pt
     spent, counted = 0.0, 0  # seconds and number of timed steps, evaluation and saving apart
     asked = None if s["paced"] else s["max_steps"]  # None: a resumed run keeps its schedule
-    bytes_per_token = data.meta["bytes"]["train"] / len(data.train)
+    train_bytes = data.meta["bytes"]["train"] / len(data.train)  # a token; data.bytes_per_token is the validation split's
     about = "about " * (data.tokenizer != "byte" and s["eval_tokens"] < len(data.val) - 1)  # as bytes per token are the whole split's
     step = first
     while True:
@@ -352,7 +358,7 @@ def main():
         rate = T * s["batch"] / dt
         mfu = rate * flops / (peak * m.world)
         left = (pace or dt) * (s["max_steps"] - step - 1)
-        say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / bytes_per_token:.3f}  lr {lr:.2e}  "
+        say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / train_bytes:.3f}  lr {lr:.2e}  "
             f"norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(left)} left")
         log(step=step, epoch=epoch, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu,
             seconds_left=left, minutes=minutes)
@@ -370,8 +376,10 @@ def main():
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB, {torch.cuda.max_memory_reserved() / 2**30:.2f} reserved")
     try:
         chosen = load_checkpoint(best_path, "SHAQ")
-    except ValueError:  # there is none
+    except ValueError as e:
         chosen = dict(best=None)
+        if m.rank == 0 and os.path.exists(best_path):
+            warn(f"note: {e}")
     best_there = m.all(chosen["best"] == best)  # a full disk may have left best.pt outdated
     if best_there:
         model.load_state_dict(chosen.pop("model"))
@@ -382,9 +390,9 @@ def main():
             m.leave()
             raise SystemExit(130)
         bpc = test / math.log(2) * len(data.test) / data.meta["bytes"]["test"]
-        part = s["eval_tokens"] < len(data.test) - 1
-        say(f"test, {'best checkpoint' if best_there else 'last step'}: {'about ' * (part and data.tokenizer != 'byte')}{bpc:.4f} bits per byte"
-            + f", of its first {s['eval_tokens']:,} {data.unit}s alone" * part)
+        partly = s["eval_tokens"] < len(data.test) - 1
+        say(f"test, {'best checkpoint' if best_there else 'last step'}: {'about ' * (partly and data.tokenizer != 'byte')}{bpc:.4f} bits per "
+            "byte" + f", of its first {s['eval_tokens']:,} {data.unit}s alone" * partly)
         log(step=step, test_loss=test, test_bits_per_byte=bpc)
     else:
         say(f"{data.name} has no test split: the best validation loss is the last word")
@@ -401,5 +409,5 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main, memory="--compile=0, as recorded steps keep memory of their own, a smaller --bptt, --batch, --mem_len or --n_embd, or, for a "
-                     "resumed run, more processes")
+    run(main, memory="a smaller --bptt, --batch, --mem_len or --n_embd, --compile=0 where it is on, as recorded steps keep memory of their own, "
+                     "or, for a resumed run, more processes")
