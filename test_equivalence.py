@@ -87,6 +87,7 @@ machine("cpu", "float32")  # as in the scripts, freed memory is kept: a matrix o
 os.environ["OMP_NUM_THREADS"] = "1"  # nor in the processes that tests start; bit for bit wants equally many
 os.environ["no_proxy"] = "127.0.0.1"  # where http_proxy is set, the tests' own server is not behind it
 pd.git_commit = bench.git_commit = cache(pd.git_commit)  # asked once, not by each run: 25 ms
+os.fsync = os.fstat  # that it is called is tested, not that a disk obeys: milliseconds a file
 patched = unittest.mock.patch.object  # with patched(where, "name", value): as monkeypatch.setattr, for a block
 GPU = torch.device("cuda")
 ABSENT = "mps" if torch.cuda.is_available() else "cuda"  # a device that is not there
@@ -245,7 +246,7 @@ def test_hadamard_affine_and_gradients_are_the_dense_layers(d, n_head, heads_onl
 def test_hadamard_gradcheck_twice(d, n_head, heads_only):
     inputs = randn(3, d, grad=True), randn(d, grad=True), randn(d, grad=True)
     call = lambda *t: hadamard_affine(*t, n_head, heads_only)
-    assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
     found = []
     for y in (call(*inputs), inputs[1] * (inputs[0] @ layer_matrix(d, n_head, heads_only)) + inputs[2]):  # a loss of y and of its gradients
         first = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
@@ -269,7 +270,7 @@ def test_hadamard_affine_norm_is_its_parts(rms, shifted):
         y = residual + hadamard_affine(x, alpha, beta, n_head)
         return y, F.rms_norm(y, (d,), weight, 1e-5) + shift if rms else F.layer_norm(y, (d,), weight, shift, 1e-5)
 
-    assert all(error(a, b) < 1e-12 for a, b in zip(fused(*leaf), parts(*leaf))) and torch.autograd.gradcheck(fused, leaf)
+    assert all(error(a, b) < 1e-12 for a, b in zip(fused(*leaf), parts(*leaf))) and torch.autograd.gradcheck(fused, leaf, fast_mode=True)
     assert torch.autograd.gradgradcheck(fused, leaf, fast_mode=True)  # along random directions, none of which a mistake escapes
     # third derivatives; PyTorch's norms have wrong ones, so they are written out
     y = leaf[0] + hadamard_affine(leaf[1], *leaf[2:4], n_head)
@@ -451,7 +452,7 @@ def test_hadamard_nan_and_inf_stay_in_their_row(path, untried, monkeypatch):
     monkeypatch.setattr(kernels, "UNTRIED", untried)
     monkeypatch.setattr(kernels, "_FEW", 2)
     for d, n_head, heads_only in ((768, 12, False), (96, 1, False), (96, 8, False), (768, 12, True), (96, 4, True))[:1 if untried else 5]:
-        for dtype, N in itertools.product((torch.float32, torch.float16), (8, 2101) if path == "torch" else (8,)):  # few rows; blocks of rows
+        for dtype, N in itertools.product((torch.float32, torch.float16)[untried:], (8, 2101) if path == "torch" else (8,)):  # few rows; blocks
             x = torch.randn(N, d).to(dtype)
             x[3, 5], x[4, 0], x[N - 1, 2] = math.nan, math.inf, -math.inf
             y = getattr(kernels, f"_transform_{path}")(x, torch.randn(d), torch.randn(d), None, 1.0, n_head, heads_only)
@@ -460,8 +461,8 @@ def test_hadamard_nan_and_inf_stay_in_their_row(path, untried, monkeypatch):
             assert not heads_only or y[3].isnan().nonzero().flatten().tolist() == list(range(5, d, d // n_head))
             dx = getattr(kernels, f"_transform_{path}")(x, None, None, torch.randn(d), 1.0, n_head, heads_only)  # of x as a gradient
             assert (~dx.isfinite().all(1)).nonzero().flatten().tolist() == [3, 4, N - 1]
-            if path == "torch" and dtype == torch.float32 or path == "triton" and (
-                    untried or kernels._plan(d, n_head, heads_only, 8 * x.element_size(), "backward")):
+            if path == "torch" and dtype == torch.float32 or path == "triton" and not untried and kernels._plan(
+                    d, n_head, heads_only, 8 * x.element_size(), "backward"):
                 dx, *sums = getattr(kernels, f"_grads_{path}")(torch.randn(N, d).to(dtype), x, 1.0, n_head, heads_only, torch.randn(d))
                 assert (~dx.isfinite().all(1)).nonzero().flatten().tolist() == [3, 4, N - 1]
                 assert all((~t.isfinite()).nonzero().flatten().tolist() == [0, 2, 5] for t in sums)  # of alpha and beta by channel
@@ -479,7 +480,8 @@ def test_hadamard_half_precision_error_is_near_the_rounding_floor(d, n_head, hea
         x, dy, alpha, beta = torch.randn(700, d).to(dtype), torch.randn(700, d).to(dtype), torch.randn(d), torch.randn(d)
         leaf = [t.to(vectors or dtype).requires_grad_() if t.dim() == 1 else t.requires_grad_() for t in (x, alpha, beta)]
         x, alpha, beta = (t.detach() for t in leaf)
-        exact, exact_dx = alpha.double() * (x.double() @ H) + beta.double(), (alpha.double() * dy.double()) @ H
+        u = x.double() @ H
+        exact, exact_dx = alpha.double() * u + beta.double(), (alpha.double() * dy.double()) @ H
         floor, most = error(exact.to(dtype), exact), 1.75 if dtype == torch.bfloat16 else 1.001
         y = hadamard_affine(*leaf, n_head, heads_only)
         dx, dalpha, dbeta = torch.autograd.grad(y, leaf, dy)
@@ -489,7 +491,7 @@ def test_hadamard_half_precision_error_is_near_the_rounding_floor(d, n_head, hea
         for out, e in ((y, exact), (dx, exact_dx)):
             assert abs((out.double() * e).sum() / e.square().sum() - 1) < 2e-4
         if vectors:
-            assert error(dalpha, (dy.double() * (x.double() @ H)).sum(0)) < 1.75 * floor and error(dbeta, dy.double().sum(0)) < 1e-5
+            assert error(dalpha, (dy.double() * u).sum(0)) < 1.75 * floor and error(dbeta, dy.double().sum(0)) < 1e-5
         y = hadamard_affine(x[:few], alpha, beta, n_head, heads_only)
         assert y.dtype == dtype and error(y, exact[:few]) < 1.001 * error(exact[:few].to(dtype), exact[:few])
 
@@ -621,8 +623,9 @@ def test_hadamard_affine_on_a_cpu_keeps_x_h_and_is_the_separate_operators(dtype,
         y = hadamard_affine(x.detach(), alpha, beta, n_head, heads_only)  # dx is not wanted, and not made
         assert error(torch.autograd.grad(y, alpha, dy)[0], exact[1]) < 100 * eps and len(calls) == 1
         calls.clear()
-    torch.autograd.grad(torch.compile(hadamard_affine, backend="aot_eager")(x, alpha, beta, n_head, heads_only), (x, alpha, beta), dy)
-    assert calls == [dtype != torch.float16]  # compiled, too: on a GPU the backward pass of training is one kernel
+    if dtype in (torch.float32, torch.float16):  # compiled, too: on a GPU the backward pass of training is one kernel
+        torch.autograd.grad(torch.compile(hadamard_affine, backend="aot_eager")(x, alpha, beta, n_head, heads_only), (x, alpha, beta), dy)
+        assert calls == [dtype != torch.float16]
     with patched(kernels, "_hadamard_kept", lambda *args: kept.append(args)):
         with torch.no_grad():
             hadamard_affine(x, alpha, beta)
@@ -1391,8 +1394,8 @@ def test_gpt_attention_output_is_a_dense_one_with_a_fixed_matrix(out, n_embd, n_
             assert torch.equal(y, torch.addcmul(attn.beta.bfloat16(), Y, attn.alpha.bfloat16()))
 
 
-@pytest.mark.parametrize("config", [dict(SIZES["nano"], vocab_size=256), dict(n_layer=1, n_embd=768, n_head=12),
-                                    dict(n_layer=1, n_embd=1536, n_head=16), dict(bias=False), dict(n_head=1),
+@pytest.mark.parametrize("config", [dict(SIZES["nano"], vocab_size=256), dict(n_layer=1, n_embd=768, n_head=12, mlp="none"),
+                                    dict(n_layer=1, n_embd=1536, n_head=16, mlp="none"), dict(bias=False), dict(n_head=1),
                                     dict(tie_weights=False, norm="rmsnorm", mlp="none")])
 def test_gpt_fold_hadamard_leaves_logits_equal(config):
     m = make(scale=0.5, attn_out="hadamard", **config)
@@ -1687,7 +1690,8 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
     for a, b, c in zip(*(torch.autograd.grad(out, list(leaf.values()), dy, retain_graph=True) for out in (y, z, stored))):
         assert error(a, b) < 1e-12 and error(a, c) < 1e-12
     new = None if outer else [t.detach()[:, past:].requires_grad_() for t in (k, v)]  # k and v before these are a memory, without gradients
-    check = torch.library.opcheck if T in (2, 129) else lambda *a: None  # among others, that torch.compile may take it; one block and two
+    # among others, that torch.compile may take it; one block and two
+    check = torch.library.opcheck if T == 129 or (T, past) == (2, 3) else lambda *a: None
     for keep in (False, True):
         check(blocked_attention, (q, k, r, v, u, None, None, None, 0.0, keep))
         if new:
@@ -1819,8 +1823,16 @@ def test_gpt_blocked_attention_dropout(outer, monkeypatch):
     def call(q, k, v, r=None, u=None):
         return blocked_attention(q, k, r, v, u, None, None, torch.tensor(5), 0.4, keep)[0]
 
+    q, k, v, *more = leaf
+    mask = torch.zeros(2, 10, 10, dtype=torch.float64)
+    for i, e in model_py.query_blocks(q, k):  # each block draws by the seed and its first row
+        mask[:, i:e, :e] = model_py.keep_mask(mask[:, i:e, :e], 0.4, torch.Generator().manual_seed(5 + i))
+    P = (q @ k.mT / 3 ** 0.5).masked_fill(torch.ones(10, 10).triu(1) > 0, -math.inf).softmax(-1) * mask / 0.6
+    z = (P * (more[0] @ v.mT)) @ more[1] if outer else P @ v
     for keep in (False, True):
-        assert torch.autograd.gradcheck(call, leaf)
+        y, dy = call(*leaf), torch.randn_like(z)
+        assert error(y.detach(), z.detach()) < 1e-12 and torch.autograd.gradcheck(call, leaf, fast_mode=True)
+        assert all(error(a, b) < 1e-12 for a, b in zip(*(torch.autograd.grad(t, leaf, dy, retain_graph=True) for t in (y, z))))
     zeros, one = torch.zeros(200, 8, 1), torch.eye(8).repeat(200, 1, 1)
     P, _ = blocked_attention(zeros, zeros, None, one, None, None, None, torch.tensor(7), 0.25, False)
     kept = P[:, 7] > 0  # of weights 1 / (t + 1) each
@@ -2618,7 +2630,7 @@ def ended(result):
 def train(tmp_path, data_dir, run_here, monkeypatch):
     "train(flags...) runs train_gpt.py here"
     # the sample at the end cut short, as in train_shaq_here
-    monkeypatch.setattr(train_gpt, "sample_text", lambda model, tokenizer, prompt, n, **kw: model_py.sample_text(model, tokenizer, prompt, min(n, 20), **kw))
+    monkeypatch.setattr(train_gpt, "sample_text", lambda model, tokenizer, prompt, n, **kw: model_py.sample_text(model, tokenizer, prompt, min(n, 2), **kw))
 
     def run(*flags, out="out", keep=None):
         return run_here(train_gpt, command(tmp_path / out, data_dir, *flags, keep=keep)[1:], tmp_path / out)
@@ -2814,8 +2826,9 @@ def test_train_keeps_dropout_from_a_gpus_operator_that_rounds_it_to_sixteenths(m
             assert asked == wanted
 
 
-def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path):
+def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path, monkeypatch):
     "PyTorch's own start, a constant rate, no clipping, decay of vectors too, fp32, the loss on the split's first windows"
+    monkeypatch.setitem(SIZES, "gpt2_book", SIZES["gpt2_book"] | dict(vocab_size=300))  # for smaller checkpoints
     _, said, _, (first, *log) = train("--size=gpt2_book", "--batch_tokens=64", "--eval_tokens=256", "--max_steps=3", keep=SHAPE)
     ckpt = torch.load(tmp_path / "out/ckpt.pt", weights_only=True)
     assert first["settings"]["dtype"] == "float32" and [r["lr"] for r in log if "lr" in r] == [4e-4] * 3
@@ -3443,7 +3456,7 @@ def test_fopool_matches_float64_loop_with_all_gradients(B, T, H, act):
             assert h.dtype == c.dtype == dtype and h.is_contiguous()
             for x, r in zip((h, c, *grads), (h_ref, c_ref, *ref)):
                 assert (x.double() - r).abs().max() <= tol * r.abs().max().clamp_min(1)
-        assert dtype != torch.float64 or B * T > 40 or torch.autograd.gradcheck(lambda *x: _fo_call(x), inputs)
+        assert dtype != torch.float64 or T > 1 or torch.autograd.gradcheck(lambda *x: _fo_call(x), inputs)
         h, c = _fo_call([x.detach() for x in inputs[:-1]])  # no c0 is a c0 of zeros
         h0, c0 = _fo_call([x.detach() for x in inputs[:-1]] + [torch.zeros_like(inputs[-1])])
         assert torch.equal(h, h0) and torch.equal(c, c0)
@@ -3789,12 +3802,16 @@ def attention_loop(attn, h, keys, drop=lambda x: x):
     return out
 
 
+DISTINCT = [p for p in SHAQ_PRESETS if p not in ("attn2", "attn3", "attn4")]  # these are sharnn, attending elsewhere: see the next test
+
+
 @pytest.mark.parametrize("preset", SHAQ_PRESETS)
 def test_shaq_parameter_counts_by_hand(preset):
     "The papers' figures stand beside them in test_bench_params_are_the_papers"
     config = SHAQConfig(**SHAQ_PRESETS[preset])
     attends = dict(attn1=1, attn2=2, attn4=4, layers2=2, layers2_heads2=2).get(preset, 3)  # what no count tells
     assert (config.attn_layers, config.n_head) == ((attends,), 2 if "heads2" in preset else 1)
+    assert "attn" not in preset or replace(config, attn_layers=(3,)) == SHAQConfig()  # sharnn, attending elsewhere
     assert (config.memory, config.mem_len) == ("mean" if preset == "mean_mem" else "full", 5000)
     assert (config.mean_window, config.dropout) == (1024, 0.1)
     with torch.device("meta"):
@@ -3806,13 +3823,12 @@ def test_shaq_parameter_counts_by_hand(preset):
     attention = 4 * d + d * d + d + 2 * d + (3 * d + 2 * d * d + 2 * d) * config.gates
     assert total == config.n_layer * block + attention + V * d + V == sum(parts.values()) and "other" not in parts
     if preset == "sharnn":
-        assert total + 24_576 == 53_798_093                 # the published code's dead parameters
         assert parts["overparam"] == 2_099_200
     if preset == "qrnn":
         assert parts["recurrence"] == 4 * 6_294_528
 
 
-@pytest.mark.parametrize("preset, more", [*((p, {}) for p in SHAQ_PRESETS), ("no_boom", dict(rnn_residual=True)),
+@pytest.mark.parametrize("preset, more", [*((p, {}) for p in DISTINCT), ("no_boom", dict(rnn_residual=True)),
                                           ("shaq", dict(rnn_residual=False)), ("sharnn", dict(attn_layers=()))])
 def test_shaq_blocks_are_figure_2_written_out(preset, more):
     "And, of shaq alone, the residual of figure 9, whatever the recurrence; dropout is inside it"
@@ -3937,7 +3953,7 @@ def test_shaq_qrnn_is_eq_5_to_9(window):
     assert torch.equal(qrnn(x)[0], qrnn(x, (torch.zeros_like(past), torch.zeros_like(c)))[0])  # a stream starts with nothing
 
 
-@pytest.mark.parametrize("preset", SHAQ_PRESETS)
+@pytest.mark.parametrize("preset", DISTINCT)
 def test_shaq_starts_as_published_and_every_parameter_gets_a_gradient(preset):
     model = SHAQ(SHAQConfig(**{**TINY, **SHAQ_PRESETS[preset]}))
     loss, _ = model(torch.randint(11, (4, 12)), torch.randint(11, (4, 12)))
@@ -4050,7 +4066,7 @@ def test_shaq_flops_per_token_by_hand():
     assert flops("mean_mem", mem_len=20, mean_window=6) == 6 * (4 * 12 * d * d + d * d + 11 * d) + 12 * d * 7
 
 
-@pytest.mark.parametrize("preset, more", [*((p, {}) for p in SHAQ_PRESETS if p not in ("attn2", "attn3", "attn4")),  # sharnn, attending elsewhere
+@pytest.mark.parametrize("preset, more", [*((p, {}) for p in DISTINCT),
                                           ("shaq", dict(attn_layers=())), ("mean_mem", dict(mem_len=13))])  # which soon is full
 def test_shaq_windows_cut_anywhere_give_one_sequence(preset, more):
     """Also for mean memory, whose grid of windows (5 positions here) the cuts need not respect, and T = 1."""
@@ -4144,7 +4160,7 @@ def test_shaq_samples_from_a_checkpoint_with_its_gates_collapsed(tmp_path, sampl
 
 @pytest.mark.parametrize("preset, more", [("sharnn", {}), ("shaq", {}), ("mean_mem", {}), ("shaq", dict(attn_layers=()))])
 def test_shaq_generate_carries_its_state(preset, more):
-    model = tiny_shaq(preset, dropout=0.5, **more).train()
+    model = tiny_shaq(preset, dropout=0.5, **more, **{} if preset == "mean_mem" else dict(mean_window=40)).train()  # generate()'s windows
     prompt, rng = torch.randint(11, (2, 7)), torch.get_rng_state()
     out, _ = model.generate(prompt, 12, temperature=0.8, top_k=5, generator=torch.Generator().manual_seed(3))
     assert torch.equal(model.generate(prompt, 40)[0], model.generate(prompt, 40, 1.0, None, None, torch.Generator().manual_seed(1337))[0])
@@ -4155,7 +4171,7 @@ def test_shaq_generate_carries_its_state(preset, more):
         u = torch.rand(len(prompt), 1, dtype=torch.float64, generator=generator)
         scratch = torch.cat([scratch, sample(model(scratch)[0][:, -1], 0.8, 5, u)], dim=1)
     assert torch.equal(out, scratch)
-    cut, T = (40, 60) if preset == "mean_mem" else (1024, 1500)  # more than one window, and more than a mean memory holds
+    cut, T = 40, 60  # more than one window, and more than a mean memory holds
     long = torch.randint(11, (2, T))
     _, first = model(long[:, :cut])
     for n in (0, 1):  # what is not followed by another is not read
@@ -4170,9 +4186,8 @@ def test_shaq_generate_carries_its_state(preset, more):
     assert torch.equal(greedy[:, -1:], model(greedy[:, :-1])[0][:, -1:].argmax(-1))
 
 
-@pytest.mark.parametrize("mem_len", [1, 9, 30])
-@pytest.mark.parametrize("preset, memory", [("sharnn", "full"), ("shaq", "full"), ("shaq", "none"), ("layers2_heads2", "full"),
-                                            ("shaq", "mean"), ("layers2_heads2", "mean")])
+@pytest.mark.parametrize("preset, memory, mem_len", [("shaq", "none", 1), *((p, memory, n) for n in (1, 9, 30) for p, memory in (
+    ("sharnn", "full"), ("shaq", "full"), ("layers2_heads2", "full"), ("shaq", "mean"), ("layers2_heads2", "mean")))])
 def test_shaq_generate_in_a_ring_is_position_by_position(preset, memory, mem_len):
     p = {1: 1, 9: 5, 30: 7}[mem_len]  # with memory=mean, 20 bytes close windows of 1, 5 and 7 positions
     model = tiny_shaq(preset, memory=memory, mem_len=mem_len + (mem_len == 1), mean_window=p if memory == "mean" else 1024).eval()
@@ -4398,7 +4413,7 @@ def test_lamb_wants_fp32_and_numbers_that_make_sense():
 
 
 TINY_SHAQ = ["--device=cpu", "--n_embd=16", "--mem_len=230", "--dropout=0.1", "--dtype=float32", "--eval_tokens=400", "--eval_interval=4",
-             "--max_minutes=0"]
+             "--max_minutes=0", "--n_layer=2", "--attn_layers=2"]
 
 
 def random_words(n):
@@ -4413,7 +4428,7 @@ def train_shaq_here(tmp_path, run_here, monkeypatch):
     "train_shaq_here(flags...) runs train_shaq.py here"
     pd.prepare(str(tmp_path / "data/mine"), "mine", "byte", random_words(1500), "random words")
     generate = SHAQ.generate  # at the end a sample, which at 400 bytes takes longer than all else: whole in processes of their own only
-    monkeypatch.setattr(SHAQ, "generate", lambda model, ids, n, *a, **kw: generate(model, ids, min(n, 20), *a, **kw))
+    monkeypatch.setattr(SHAQ, "generate", lambda model, ids, n, *a, **kw: generate(model, ids, min(n, 2), *a, **kw))
 
     def run(*flags, out="out"):
         start = [] if "--resume" in flags else ["--dataset=mine", *TINY_SHAQ, "--batch=2", "--bptt=20"]
@@ -4942,7 +4957,7 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         one_line(train_shaq_here(stage2, "--size=paper"), "is of --size=laptop, and stage 2 goes on with its model: drop --size=paper")
         torch.save(best | dict(settings=best["settings"] | dict(epochs=32)), tmp_path / "paper.pt")
         one_line(train_shaq_here(f"--stage2={tmp_path / 'paper.pt'}", "--size=laptop"), "is of --size=paper")
-        for flag, was in (("--n_layer=3", 4), ("--n_head=2", 1), ("--rnn_residual=1", 0), ("--memory=none", "full"), ("--attn_layers=none", 3)):
+        for flag, was in (("--n_layer=3", 2), ("--n_head=2", 1), ("--rnn_residual=1", 0), ("--memory=none", "full"), ("--attn_layers=none", 2)):
             one_line(train_shaq_here(stage2, flag), f"is of {flag.partition('=')[0]}={was}, and stage 2 goes on with its model: drop {flag}")
         for out in ("whole", "whole/../whole"):
             one_line(train_shaq_here(stage2, out=out), "type another --out_dir")
@@ -6725,7 +6740,7 @@ def test_bench_trains_as_the_training_scripts_do(train, data_dir, monkeypatch):
 
 def test_bench_trains_shaq_as_the_training_script_does(train_shaq_here, tmp_path):
     text = ("n_embd=32,bptt=150,batch=8,max_steps=9,warmup_steps=2,eval_tokens=1024,dropout=0.1,lr=0.05,grad_clip=0.1,weight_decay=0.1,"
-            "mem_len=300")
+            "mem_len=300,n_layer=4,attn_layers=3")
     log = ended(train_shaq_here(*(f"--{part}" for part in text.split(",")), "--seed=3"))[3]
     data, m = bench.load_dataset("mine", str(tmp_path / "data")), machine("cpu", "float32")
     trainer = bench.Trainer("shaq", bench.settings("shaq", text, ""), data, m, 3)
