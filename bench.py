@@ -250,7 +250,7 @@ def timed(work, m, rounds=7, least=0.02):
 
 
 def spread(t):
-    "median ± half the interquartile range, in ms, rounded to the latter's first digit"
+    "median ± half the interquartile range, in ms, rounded to the latter's first digit; of one number, that alone"
     low, mid, high = np.percentile(t, [25, 50, 75]) * 1e3
     half = (high - low) / 2
     digits = max(0, -math.floor(math.log10(half or mid / 100)))
@@ -383,7 +383,8 @@ def bench_params(args):
 
 SCRIPT = dict(gpt=train_gpt, shaq=train_shaq)
 OURS = {"out_dir", "max_minutes", "eval_interval", "seed", "device", "dtype", "compile", "resume", "stage2"}  # bench.py decides these
-SAME = "dataset", "data_dir", "block_size", "batch_tokens", "batch", "bptt", "eval_tokens", "eval_windows"  # equal in all variants
+# equal in all variants and, but for batch_tokens, in scaling's sizes
+SAME = "dataset", "data_dir", "block_size", "batch_tokens", "batch", "bptt", "eval_tokens", "eval_windows"
 
 
 def settings(kind, text, what):
@@ -565,7 +566,8 @@ def bench_compare(args):
     """Variants on the same data in the same order, from the same initial values of the weights they share, if init is the same, with k
     seeds. The first is the baseline: the other variants' losses minus its own, seed by seed, are averaged, with a standard error over
     seeds. --equal=flops and --equal=time give each variant as many steps as the baseline's FLOPs or seconds allow; the cosine is
-    stretched, a warm-up that is set is not. Peak MiB as train has them."""
+    stretched, a warm-up that is set is not. Peak MiB, on a GPU: those allocated in the run, evaluations too, or, where CUDA graphs hold its
+    steps, reserved at its end."""
     m, kind = start(args), args.model
     texts = args.variant or ([f"attn_out={o}" for o in OUTS] if kind == "gpt" else ["preset=sharnn", "preset=shaq"])
     default = QUICK[kind][m.device.type != "cpu"]
@@ -623,7 +625,7 @@ def bench_compare(args):
             runs.append(dict(
                 model=kind, variant=texts[i], index=i, set=args.set, seed=seed, equal=args.equal, steps=steps[i], params=t.params,
                 tokens=sum(t.tokens), val_loss=loss, bits_per_byte=loss / math.log(2) / data.bytes_per_token, tokens_per_s=tokens_per_s,
-                peak_mib=t.peak.held() if graphed(t) else t.peak.mib(), compiled=args.compile, dataset=data.name,
+                peak_mib=t.peak.held() if graphed(t) else t.peak.mib(), graph=graphed(t), compiled=args.compile, dataset=data.name,
                 settings=t.s | asdict(t.model.config), bytes_per_token=data.bytes_per_token, preset=t.s.get("preset"), paper=paper_quality(t),
                 curve=curve))
             warn(f"seed {seed}  {texts[i] or 'default'}: {loss:.4f} {nats(data.bytes_per_token)}, {tokens_per_s:,.0f} tokens/s")
@@ -639,7 +641,7 @@ def bench_compare(args):
             "validation loss, nats {:.4f}": np.mean(loss), "bits per byte {:.4f}": np.mean([r["bits_per_byte"] for r in mine]),
             "difference ± standard error": "baseline" if i == 0 else with_error(*paired(loss, base)),
             "tokens/s {:,.0f}": np.median([r["tokens_per_s"] for r in mine]),
-            "peak MiB {:,.0f}": r["peak_mib"] and max(r["peak_mib"] for r in mine)})
+            "CUDA graph": "yes" if r["graph"] else None, "peak MiB {:,.0f}": r["peak_mib"] and max(r["peak_mib"] for r in mine)})
     table(args, f"Equal {args.equal}, {args.seeds} seed{'s' * (args.seeds > 1)}, {data.name}, "
           f"{'compiled' if args.compile else 'not compiled'}{', sums in a fixed order, which takes time' * args.gpu}", rows)
 
@@ -741,7 +743,7 @@ def check(what, f, inputs, dy, exact=None):
             "and Triton")
 
 
-warn_once = cache(warn)  # the same note for each width
+warn_once = cache(warn)  # a note that would come again for each width, shape, seed or rate
 
 
 def affine_rows(args, m, d):
@@ -1122,7 +1124,8 @@ def bench_prefill(args):
 def bench_decode(args):
     """Greedy decoding with a static KV cache, timed as prefill is. First token: the prompt through the model. Then --new_tokens steps; on a
     GPU both with kernels launched one by one (eager) and all as one CUDA graph; graphs and compiled code have cuDNN's attention. Floor: all
-    weights and cached keys and values are read once a step, at the bandwidth of a copy in this run. Last, SHAQ byte by byte, medians."""
+    weights and cached keys and values are read once a step, at the bandwidth of a copy in this run. Peak MiB: of eager steps. Last, SHAQ
+    byte by byte, medians."""
     m, n = start(args), args.new_tokens
     copy = bandwidth(m)
 
@@ -1380,7 +1383,7 @@ def bench_scaling(args):
     settled = [asdict(GPTConfig()) | s | c for s, c in (train_gpt.settle(model, {}, m) for model, _ in sizes.values())]
     if other := [k for k in SAME if k != "batch_tokens" and len({s.get(k) for s in settled}) > 1]:
         die(f"these sizes' recipes differ in {', '.join(other)}, so their losses are not of the same text: "
-            "name other --sizes, or give one to all in --set")
+            "name other --sizes" + ", or give one to all in --set" * ("eval_windows" not in other))
     for (model, _), out in itertools.product(sizes.values(), args.variants):  # invalid models end it here, not hours later
         with one_line(), torch.device("meta"):
             GPT(GPTConfig(**train_gpt.settle(model | dict(attn_out=out), {}, m)[1]))
@@ -1401,7 +1404,7 @@ def bench_scaling(args):
                     t.warmup = min(t.warmup, t.steps // 10)
                 if t.steps * t.step_tokens > 4 * len(data.train):
                     warn_once(f"note: {size} reads {data.name}'s {len(data.train):,} tokens "
-                         f"{t.steps * t.step_tokens / len(data.train):.1f} times")
+                              f"{t.steps * t.step_tokens / len(data.train):.1f} times")
                 curve, pace = t.run(f"run {sum(map(len, runs.values())) + 1} of {total}")
                 taken, _, loss, compute = curve[-1][:4]
                 papers[out] = paper_quality(t)

@@ -1645,7 +1645,7 @@ def inputs_and_targets(rows, device):
 class Replayed:
     """update(batch, state) -> (figures, state), a training step from the batch to the new weights, as one CUDA graph. Launched one by one, the
     kernels of shaq's step took an H200 23 ms for 11 of work. The first step of new shapes runs as it is, which compiles what needs compiling;
-    the second is recorded, later ones are replayed. Each call sets lr, the same for all groups.
+    the second is recorded, and it and later ones are replayed. Each step sets lr, the same for all groups.
 
     batch, state   tensors, lists or tuples of them, nested in any way, or None. The state's must not change places
     figures        two numbers, or one, which fills both. The next step overwrites figures and state
@@ -1865,4 +1865,4 @@ def main():
 
 if __name__ == "__main__":
     from prepare_data import run
-    run(main, memory="fewer --tokens, a shorter --prompt, or --device=cpu")
+    run(main, memory="fewer --tokens, a shorter --prompt or, on a GPU, --device=cpu")

@@ -423,8 +423,8 @@ def unchanged(typed, stored, free):
 def shorten(s, asked, step, pace, say):
     """Cut the schedule to the steps that fit into max_minutes at the pace so far, but to no more than asked (None: leave it as it is). Looks
     every 25 steps, and once the time is up before the first look. pace: seconds a step, averaged over processes so that all decide alike;
-    0 while unknown. s["paced"]: max_steps is no longer as asked. An earlier look set it, and later ones may move it; or it stays as a
-    resumed run found it, or as --resume --max_steps set it."""
+    0 while unknown. s["paced"]: max_steps was set by an earlier look, which later ones may move, or is one that a resumed run keeps, as found
+    or as --resume --max_steps set it."""
     up = not s["paced"] and pace * (step - 4) > 60 * s["max_minutes"]
     if step % 25 and not up or not pace or not s["max_minutes"] or asked is None:
         return

@@ -376,10 +376,10 @@ def main():
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB, {torch.cuda.max_memory_reserved() / 2**30:.2f} reserved")
     try:
         chosen = load_checkpoint(best_path, "SHAQ")
-    except ValueError as e:
+    except ValueError:
         chosen = dict(best=None)
         if m.rank == 0 and os.path.exists(best_path):
-            warn(f"note: {e}")
+            warn(f"note: {best_path} is damaged, or of another version: what follows is of the last step")
     best_there = m.all(chosen["best"] == best)  # a full disk may have left best.pt outdated
     if best_there:
         model.load_state_dict(chosen.pop("model"))
@@ -409,5 +409,5 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main, memory="a smaller --bptt, --batch, --mem_len or --n_embd, --compile=0 where it is on, as recorded steps keep memory of their own, "
-                     "or, for a resumed run, more processes")
+    run(main, memory="--compile=0 where it is on, as recorded steps keep memory of their own; a smaller --bptt, --batch or --mem_len, for a "
+                     "new model --n_embd; or, for a resumed run, which keeps these, more processes")
