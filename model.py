@@ -1,8 +1,8 @@
 """
 The models of three papers. Every variant is a flag; the `if` that reads it stands beside the equation it selects.
 
-    GPT     decoder-only transformer; attn_out = dense | hadamard [1] | head_hadamard | identity | none (ours)
-                                      attn     = mha | dva | dva_outer [2] | dva_gate
+    GPT     decoder-only transformer; attn_out = dense | hadamard [1] | ours, as controls: head_hadamard, identity, none
+                                      attn     = mha | dva, dva_outer [2] | ours, as a control: dva_gate
     SHAQ    one attention head over LSTMs or quasi-recurrent nets with a memory; SHAQ_PRESETS holds every ablation   [3]
 
 Between them: what computes attention, dropout and the loss in less time or memory than their definitions take, and sampling. Below them: LAMB,
@@ -63,12 +63,12 @@ class GPTConfig:
     init: str = "gpt2"            # gpt2 | torch: PyTorch's own defaults, embeddings N(0, 1), as in the book that [2] follows
 
 
-# To add a choice, add its name here and a branch next to the existing ones. For attn_out, the branch goes into Attention.forward before the
-# error, where alpha and beta exist in fp32 (identity casts them). Create other parameters in Attention.__init__ and initialise them in
-# GPT.init_weights (flops_per_token counts no vectors). Make a fixed tensor a buffer, with persistent=False unless it is random, and draw it
-# from a generator of its own, or the other weights change. For attn, search for "mha" and "dva_gate": any other name gets dva's matrices,
-# cache and FLOPs, and no W_O; its branch goes into Attention.mix. train_gpt.py and bench.py's compare and scaling take any choice; bench.py's
-# prefill, decode and train only those in its OUTS.
+# To add a choice, add its name here and a branch next to the existing ones. For attn_out it goes into Attention.forward, above the error;
+# alpha and beta are there already, in fp32 even under autocast (identity casts them). Other parameters: create them in Attention.__init__ and
+# initialise them in GPT.init_weights (flops_per_token counts no vectors). A fixed tensor: a buffer, with persistent=False unless it is random,
+# drawn from a generator of its own, or the other weights change. For attn it goes into Attention.attend; search also for "mha" and
+# "dva_gate", as any other name gets dva's matrices, cache and FLOPs, and no W_O. train_gpt.py and bench.py's compare and scaling take any
+# choice; bench.py's prefill, decode and train only those in its OUTS.
 CHOICES = dict(attn=["mha", "dva", "dva_outer", "dva_gate"], attn_out=["dense", "hadamard", "head_hadamard", "identity", "none"],
                mlp=["swiglu", "gelu", "none"], pos=["rope", "learned"], norm=["layernorm", "rmsnorm"],
                init=["gpt2", "torch"])
@@ -102,6 +102,32 @@ def hadamard_heads(config):
     return 1
 
 
+def check_config(c):
+    "ValueError, in one line, on a configuration that makes no model"
+    for name, known in CHOICES.items():
+        if getattr(c, name) not in known:
+            raise ValueError(f"{name}={getattr(c, name)!r}: expected one of {', '.join(known)}")
+    if min(c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size) < 1:
+        raise ValueError("expected n_layer, n_head, n_embd, block_size and vocab_size of 1 or more")
+    if not 0 <= c.dropout < 1:
+        raise ValueError(f"dropout={c.dropout}: expected 0 to below 1")
+    step = c.n_head * (2 if c.pos == "rope" else 1)  # rope turns pairs of channels
+    fits = lambda n: n % step == 0 and (c.attn_out != "hadamard" or _split_order(n)
+                                        or _split_order(c.n_head) and _split_order(n // c.n_head))
+    if not fits(c.n_embd):
+        near = [next(filter(fits, ns), None) for ns in (
+            range(c.n_embd // step * step, 0, -step), range(-(-c.n_embd // step) * step, 64 * (c.n_embd + step), step))]
+        raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}, by an even number where pos is rope"
+                         + ", and m * 2^k with m = 1, 12, 20, 28, 36, 44, 60, .. for attn_out=hadamard" * (c.attn_out == "hadamard")
+                         + f": take {' or '.join(str(n) for n in near if n) or 'another n_head'}")
+    if c.attn_out == "head_hadamard":
+        _check_order(c.n_head, "n_head")
+    if c.attn != "mha" and c.attn_out not in ("dense", "none"):  # "dense" may be the default, untyped; "none" is the truth
+        raise ValueError(f"attn={c.attn} has no output projection for attn_out={c.attn_out} to replace: drop one of the two")
+    if c.init == "torch" and c.attn_out not in ("dense", "none"):
+        raise ValueError(f"init=torch says nothing of attn_out={c.attn_out}'s alpha: take init=gpt2")
+
+
 # -----------------------------------------------------------------------------
 # GPT: parts
 
@@ -126,7 +152,8 @@ def rope(x, cos, sin):
     if cos.element_size() < 4:
         raise ValueError(f"rope: cos and sin are in {cos.dtype}, expected fp32; FSDP needs MixedPrecisionPolicy(cast_forward_inputs=False)")
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))  # (B, T, heads, width / 2, 2)
-    if x.device.type == "cpu" or x.is_cuda and not torch.compiler.is_compiling():  # one pass: on a CPU 5 times faster than four over reals
+    if x.device.type == "cpu" or x.is_cuda and not torch.compiler.is_compiling():
+        # (x_2i + i x_2i+1) (cos + i sin), in one pass: on a CPU 5 times as fast as four passes over real numbers
         odd = not torch.compiler.is_compiling() and y.storage_offset() % 2  # which torch.compile cannot ask
         if odd or y.stride(-1) != 1 or any(n % 2 for n in y.stride()[:-1]):  # a pair is no complex number where it lies
             y = y.clone(memory_format=torch.contiguous_format)
@@ -134,17 +161,6 @@ def rope(x, cos, sin):
     else:  # torch.compile makes one pass each of this and its gradient, but cannot with complex numbers or with x_2i and x_2i+1 split apart
         y = y * cos[..., None] + y.flip(-1) * torch.stack((-sin, sin), -1)
     return y.flatten(-2).to(x.dtype)
-
-
-def plain_attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
-    "What attention(), below class GPT, computes, in plain operations; its faster ways must agree. q_r, k_r: [2]'s outer form, see Attention"
-    T, S = q.size(2), k.size(2)                                                          # the queries are the last T of S positions
-    scores = q @ k.mT * q.size(-1) ** -0.5                                               # (B, h, T, S)
-    if T > 1:                                                                            # a single query sees every key
-        scores = scores.masked_fill(q.new_ones(T, S, dtype=torch.bool).triu(S - T + 1), -math.inf)
-    scores = scores if mask is None else scores + mask
-    P = F.dropout(scores.softmax(-1, dtype=scores.dtype), dropout)
-    return P @ v if q_r is None else (P * (q_r @ v.mT)) @ k_r                            # (B, h, T, width of v or k_r)
 
 
 class Dropout(nn.Dropout):
@@ -156,16 +172,19 @@ class Dropout(nn.Dropout):
 
 
 def heads(qkv, table, n_head, d):
-    """qkv (B, T, 3d), for dva (B, T, 5d), for dva_gate 4d -> q, k (B, h, T, d_h), rotated if table is given; v, as wide, or [V, K_R]; q_r or
-    None. On a GPU TurnedHeads has this function's gradient, written out: if you change more than the angles, set turned = False in Attention"""
+    """qkv (B, T, n d), n = 3 in mha, 4 in dva_gate, 5 in dva and dva_outer -> q, k (B, h, T, d_h), turned by rope() if table is given; v, as
+    wide as k, or [V, K_R], twice as wide; q_r, as wide as q, or None. TurnedHeads has this function's gradient, written out, for a GPU: if you
+    change more than the angles, let turns() return False."""
     # Split before cutting into heads: the other way round torch.compile (2.11 to 2.13) failed for a GPU, on the gradient of heads above 256
     qk, rest = qkv.split((2 * d, qkv.size(2) - 2 * d), 2)                                # Q and K; V, or V (K_R) Q_R
     qk = qk.unflatten(2, (2 * n_head, -1))                                               # (B, T, 2h, d_h)
     qk = qk if table is None else rope(qk, *table)
     q, k = qk.transpose(1, 2).split(n_head, 1)                                           # (B, h, T, d_h) each
     rest = rest.unflatten(2, (-1, n_head, d // n_head)).permute(0, 3, 1, 2, 4)           # (B, h, T, 1 to 3, d_h)
-    v, q_r = (rest, None) if rest.size(3) == 1 else rest.split((rest.size(3) - 1, 1), 3)
-    return q, k, v.flatten(3), None if q_r is None else q_r.squeeze(3)                   # V or [V, K_R], a view for one head
+    if rest.size(3) == 1:
+        return q, k, rest.flatten(3), None
+    v, q_r = rest.split((rest.size(3) - 1, 1), 3)
+    return q, k, v.flatten(3), q_r.squeeze(3)                                            # V or [V, K_R], a view for one head
 
 
 class TurnedHeads(torch.autograd.Function):
@@ -182,8 +201,14 @@ class TurnedHeads(torch.autograd.Function):
         return rope_backward(parts, *ctx.saved_tensors), None, None, None                # (B, T, 3d to 5d)
 
 
+def turns(qkv, table):
+    "Whether TurnedHeads takes heads()'s place: on a GPU with Triton, where gradients are wanted, but not under torch.func, which refuses it"
+    return (table is not None and qkv.is_cuda and triton is not None and torch.is_grad_enabled()
+            and (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None))
+
+
 def extend(seen, new, at):
-    "Write new, a layer's keys or values, into its cache seen (B, h, length, any) -> what attention reads of it. at: see Attention.mix"
+    "Write new, a layer's keys or values, into its cache seen (B, h, length, any) -> what attention reads of it. at: see Attention.attend"
     if isinstance(at, torch.Tensor):  # a step of generate(), whose shapes are fixed for CUDA graphs: a mask hides the rest
         seen[:, :, at] = new.to(seen.dtype)
         return seen
@@ -198,14 +223,27 @@ def up_to(pos, length, dtype):
     return torch.where(torch.arange(length, device=pos.device) <= pos, 0.0, -math.inf).to(dtype)[None]
 
 
-class Attention(nn.Module):
-    """Multi-head attention with an output projection, [1]'s substitute or one of ours, or Dynamic Value Attention [2], whose values depend on
-    the query too: query B gets the sum over keys A of S(B, A) v_R(B, A), S = softmax(Q K^T / sqrt(d_h)), causal. Vectors are rows. (In shapes
-    B is the batch.)
+def plain_attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
+    """softmax(q k^T / sqrt(w)) v, causal, or given q_r, k_r the outer form of [2], (softmax(..) * (q_r v^T)) k_r: the definition. attention(),
+    below class GPT, computes the same in less time or memory. q (B, h, T, w); k (B, h, S, w); v (B, h, S, any); q_r like q, k_r like k."""
+    T, S = q.size(2), k.size(2)                                                          # the queries are the last T of S positions
+    scores = q @ k.mT * q.size(-1) ** -0.5                                               # (B, h, T, S)
+    if T > 1:                                                                            # a single query sees every key
+        scores = scores.masked_fill(q.new_ones(T, S, dtype=torch.bool).triu(S - T + 1), -math.inf)
+    scores = scores if mask is None else scores + mask
+    P = F.dropout(scores.softmax(-1, dtype=scores.dtype), dropout)
+    return P @ v if q_r is None else (P * (q_r @ v.mT)) @ k_r                            # (B, h, T, width of v or k_r)
 
+
+class Attention(nn.Module):
+    """Causal attention. config.attn chooses how: multi-head attention, or one of three forms of Dynamic Value Attention [2]. config.attn_out
+    chooses what stands in the place of the output projection W_O, see forward(); [2] has none. Vectors are rows. B is the query's position, A
+    the key's (in shapes B is the batch), S = softmax(Q K^T / sqrt(d_h)). Query B gets the sum over A of S(B, A) v_R(B, A):
+
+        mha        v_R(B, A) = v(A), the same for every query: the sum is S V
         dva        v_R(B, A) = v(A) + r(B, A), r(B, A) = q_R(B) * k_R(A), elementwise [2, eq. 6-8]. q_R(B) does not depend on A:
                    sum_A S(B, A) (v(A) + q_R(B) * k_R(A)) = S V + Q_R * (S K_R)                one attention with values [V, K_R]
-        dva_outer  v_R(B, A) = v(A) r(B, A), r(B, A) = q_R(B)^T k_R(A), a d x d matrix of rank one [2, eq. 3-5], so that
+        dva_outer  v_R(B, A) = v(A) r(B, A), r(B, A) = q_R(B)^T k_R(A), a matrix of rank one [2, eq. 3-5], so that
                    v(A) r(B, A) = (v(A) . q_R(B)) k_R(A), and the sum is (S * (Q_R V^T)) K_R   no d x d matrix for any pair
         dva_gate   dva with k_R(A) = v(A), a control that [2] lacks: the sum is S V + Q_R * (S V), an elementwise gate (1 + Q_R) on S V
 
@@ -215,12 +253,12 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         d, self.n_head = config.n_embd, config.n_head
-        self.attn = config.attn
-        self.attn_out = config.attn_out if self.attn == "mha" else "none"                # [2] has no output projection
-        if self.attn == "mha":
+        self.kind = config.attn
+        self.attn_out = config.attn_out if self.kind == "mha" else "none"                # [2] has no output projection
+        if self.kind == "mha":
             self.c_attn = nn.Linear(d, 3 * d, bias=config.bias and config.qkv_bias)  # W_Q, W_K, W_V
         else:
-            self.c_attn = nn.Linear(d, (4 if self.attn == "dva_gate" else 5) * d, bias=False)  # W_Q, W_K, W_V, (W_KR,) W_QR
+            self.c_attn = nn.Linear(d, (4 if self.kind == "dva_gate" else 5) * d, bias=False)  # W_Q, W_K, W_V, (W_KR,) W_QR
         if self.attn_out == "dense":
             self.c_proj = nn.Linear(d, d, bias=config.bias)  # W_O
         elif self.attn_out != "none":
@@ -233,35 +271,33 @@ class Attention(nn.Module):
             self.one_pass = hadamard_norm_is_fused(d, self.order, heads_only)
         self.resid_dropout = Dropout(config.dropout)
 
-    def mix(self, x, table=None, cache=None, at=None, mask=None):
+    def attend(self, x, table=None, cache=None, at=None, mask=None):
         """x (B, T, d) -> Y = Concat(heads), (B, T, d), which W_O or its substitute takes. table: rope's cos and sin. cache: k
         (B, h, length, d_h) and v, as wide, or [V, K_R]. at: x's positions in it, a pair (start, stop) or, for one token with a mask
         (1, length), an int64 tensor (1,)."""
         B, T, d = x.shape
         qkv = self.c_attn(x)                                                             # (B, T, 3d to 5d)
-        turned = (table is not None and qkv.is_cuda and triton is not None and torch.is_grad_enabled()
-                  and (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None))  # torch.func takes rope() itself
-        q, k, v, q_r = TurnedHeads.apply(qkv, *table, self.n_head) if turned else heads(qkv, table, self.n_head, d)
+        q, k, v, q_r = TurnedHeads.apply(qkv, *table, self.n_head) if turns(qkv, table) else heads(qkv, table, self.n_head, d)
         if cache is not None:  # keys and values of all tokens so far
             k, v = (extend(seen, new, at).to(q.dtype) for seen, new in zip(cache, (k, v)))
         p = self.resid_dropout.p if self.resid_dropout.training else 0.0
-        if self.attn == "dva_outer":
+        if self.kind == "dva_outer":
             v, k_r = v.chunk(2, -1)
             y = attention(q, k, v, q_r, k_r, p, mask)                                    # (S * (Q_R V^T)) K_R
         else:
             y = attention(q, k, v, dropout=p, mask=mask)                                 # S V, or S [V, K_R]
-        if self.attn == "dva":
+        if self.kind == "dva":
             y, y_r = y.chunk(2, -1)
             y = torch.addcmul(y, q_r, y_r)                                               # S V + Q_R * (S K_R)
-        elif self.attn == "dva_gate":
+        elif self.kind == "dva_gate":
             y = torch.addcmul(y, q_r, y)                                                 # S V + Q_R * (S V)
-        elif self.attn not in ("mha", "dva_outer"):
-            raise NotImplementedError(f"nothing computes attn={self.attn}")
+        elif self.kind not in ("mha", "dva_outer"):
+            raise NotImplementedError(f"nothing computes attn={self.kind}")
         return y.transpose(1, 2).reshape(B, T, d)                                        # Concat(heads)
 
     def forward(self, x, table=None, cache=None, at=None, mask=None):
-        "(B, T, d) -> (B, T, d); the rest as for mix(). If you change this, set one_pass to False: else Block may call a GPU's kernel instead"
-        y = self.mix(x, table, cache, at, mask)
+        "x (B, T, d) -> (B, T, d); the rest as in attend(). If you change this, set one_pass to False: a GPU's Block may take a kernel instead"
+        y = self.attend(x, table, cache, at, mask)
         if self.attn_out == "dense":
             y = self.c_proj(y)                                                           # Y W_O
         elif self.attn_out == "hadamard":
@@ -312,20 +348,25 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config) if config.mlp != "none" else None
         self.mlp = MLP(config) if config.mlp != "none" else None
 
+    def in_one_pass(self, x):
+        "Whether one kernel of a GPU may take attn's end, the residual and ln_2: only if these are what it computes, and nothing is dropped"
+        attn, norm = self.attn, self.ln_2
+        return (x.is_cuda and untouched(attn, Attention) and attn.one_pass and untouched(attn.resid_dropout, Dropout)
+                and not (attn.resid_dropout.training and attn.resid_dropout.p)
+                and untouched(norm, nn.LayerNorm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None)
+
     def forward(self, x, table=None, cache=None, at=None, mask=None):
-        "x (B, T, d) -> (B, T, d); the rest as in Attention.mix"
+        "x (B, T, d) -> (B, T, d); the rest as in Attention.attend"
         if self.mlp is None:
             return x + self.attn(self.ln_1(x), table, cache, at, mask)
-        norm, attn = self.ln_2, self.attn
-        if (x.is_cuda and untouched(attn, Attention) and attn.one_pass and untouched(attn.resid_dropout, Dropout)
-                and not (attn.resid_dropout.training and attn.resid_dropout.p)
-                and untouched(norm, nn.LayerNorm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None):
-            y = attn.mix(self.ln_1(x), table, cache, at, mask)
+        if self.in_one_pass(x):  # the other branch's x and n, by one kernel
+            attn, norm = self.attn, self.ln_2
+            y = attn.attend(self.ln_1(x), table, cache, at, mask)
             x, n = hadamard_affine_norm(y, attn.alpha, attn.beta, x, norm.weight, getattr(norm, "bias", None), norm.eps,
                                         isinstance(norm, nn.RMSNorm), attn.order, attn.attn_out == "head_hadamard")
         else:
-            x = x + attn(self.ln_1(x), table, cache, at, mask)
-            n = norm(x)
+            x = x + self.attn(self.ln_1(x), table, cache, at, mask)
+            n = self.ln_2(x)
         return x + self.mlp(n)
 
 
@@ -334,33 +375,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    "Decoder-only transformer. Raises ValueError, in one line, on a configuration that makes no model."
+    "Decoder-only transformer. ValueError on a configuration that makes no model: see check_config"
 
     def __init__(self, config):
         super().__init__()
+        check_config(config)
         c = self.config = config
-        for name, known in CHOICES.items():
-            if getattr(c, name) not in known:
-                raise ValueError(f"{name}={getattr(c, name)!r}: expected one of {', '.join(known)}")
-        if min(c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size) < 1:
-            raise ValueError("expected n_layer, n_head, n_embd, block_size and vocab_size of 1 or more")
-        if not 0 <= c.dropout < 1:
-            raise ValueError(f"dropout={c.dropout}: expected 0 to below 1")
-        step = c.n_head * (2 if c.pos == "rope" else 1)  # rope turns pairs of channels
-        fits = lambda n: n % step == 0 and (c.attn_out != "hadamard" or _split_order(n)
-                                            or _split_order(c.n_head) and _split_order(n // c.n_head))
-        if not fits(c.n_embd):
-            near = [next(filter(fits, ns), None) for ns in (
-                range(c.n_embd // step * step, 0, -step), range(-(-c.n_embd // step) * step, 64 * (c.n_embd + step), step))]
-            raise ValueError(f"n_embd={c.n_embd} must be a multiple of n_head={c.n_head}, by an even number where pos is rope"
-                             + ", and m * 2^k with m = 1, 12, 20, 28, 36, 44, 60, .. for attn_out=hadamard" * (c.attn_out == "hadamard")
-                             + f": take {' or '.join(str(n) for n in near if n) or 'another n_head'}")
-        if c.attn_out == "head_hadamard":
-            _check_order(c.n_head, "n_head")
-        if c.attn != "mha" and c.attn_out not in ("dense", "none"):  # "dense" may be the default, untyped; "none" is the truth
-            raise ValueError(f"attn={c.attn} has no output projection for attn_out={c.attn_out} to replace: drop one of the two")
-        if c.init == "torch" and c.attn_out not in ("dense", "none"):
-            raise ValueError(f"init=torch says nothing of attn_out={c.attn_out}'s alpha: take init=gpt2")
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
         self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
         self.drop = Dropout(c.dropout)
@@ -378,7 +398,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         "GPT-2's initialisation, all in one place. A parameter that no line below names is an error."
-        # 2L branches add to the residual stream (without mlp L, same factor), so each starts smaller; not so without W_O or alpha (dva, none)
+        # The 2L branches (without mlp L; the same factor) add up in the residual stream, so each starts smaller by this factor, but for those
+        # that end in neither W_O nor alpha (dva, none)
         branch = (2 * self.config.n_layer) ** -0.5
         for name, p in self.named_parameters():
             if name.endswith(("beta", ".bias")):
@@ -386,8 +407,8 @@ class GPT(nn.Module):
             elif name.endswith("c_proj.weight"):
                 p.normal_(0.0, 0.02 * branch)
             elif name.endswith("attn.alpha"):
-                # The papers do not say. H keeps a vector's norm, c_proj scales it by 0.02 sqrt(d) branch: with this alpha the residual
-                # stream starts as with dense. With alpha = branch the loss ends 0.05 nats per byte above dense's, with 1 0.1 (README)
+                # The papers do not say. H keeps a vector's norm, and c_proj scales it by 0.02 sqrt(d) branch: with that as alpha the residual
+                # stream starts as with dense. Tried instead: branch, whose loss ends 0.05 nats per byte above dense's, and 1, 0.1 (README)
                 p.fill_(0.02 * len(p) ** 0.5 * branch)
             elif name.startswith(("wte", "wpe", "lm_head")) or name.endswith(("c_attn.weight", "c_fc.weight")):
                 p.normal_(0.0, 0.02)
@@ -426,14 +447,14 @@ class GPT(nn.Module):
             return self.lm_head(x)
         # Put a training loss of your own under `if self.training`, as evaluate() reports what this returns. Change logits in lm_head, which
         # generate() calls, too
-        usual = untouched(self.lm_head, nn.Linear) and self.lm_head.bias is None
+        plain = untouched(self.lm_head, nn.Linear) and self.lm_head.bias is None
         # an export would lose HeadLoss's backward pass; fp16's gradients need the loss scale, known only in backward
-        if not usual or torch.compiler.is_exporting() or product_dtype(x) == torch.float16:
-            return cross_entropy(self.lm_head(x), targets)
-        return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
+        if plain and not torch.compiler.is_exporting() and product_dtype(x) != torch.float16:
+            return HeadLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled())
+        return cross_entropy(self.lm_head(x), targets)
 
     def new_cache(self, batch, length=None):
-        "Empty KV cache, for each layer: k (B, h, length, d_h) and v, as wide, or for dva [V, K_R], twice as wide"
+        "Empty KV cache, for each layer: k (B, h, length, d_h) and v, as wide, or for dva and dva_outer [V, K_R], twice as wide"
         c, w = self.config, next(self.parameters())
         shape, d_h = (batch, c.n_head, length or c.block_size), c.n_embd // c.n_head
         return [tuple(torch.zeros(*shape, n, device=w.device, dtype=w.dtype) for n in (d_h, d_h if c.attn in ("mha", "dva_gate") else 2 * d_h))
@@ -500,9 +521,10 @@ class GPT(nn.Module):
         return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device, dtype)
 
     def _apply(self, fn, recurse=True):
-        "Called by .to() etc.: casts must not round the angles, nor leaving the meta device, which makes each weight anew, untie tied weights"
+        """Called by .to(), .cuda() and the like. Afterwards the angles are made anew, as casts round them, and tied weights are tied again, as
+        leaving the meta device makes each weight by itself. A head or an embedding that is not ours stays as it is."""
         cos, (head, embedding) = getattr(self, "cos", None), (getattr(m, "_parameters", {}) for m in (self.lm_head, self.wte))
-        tied = embedding.get("weight") is not None and head.get("weight") is embedding["weight"]  # neither need be ours: then as it is
+        tied = embedding.get("weight") is not None and head.get("weight") is embedding["weight"]
         super()._apply(fn, recurse)
         if tied:
             head["weight"] = embedding["weight"]
@@ -572,19 +594,18 @@ def query_blocks(q, k):
     return list(zip(cuts, cuts[1:]))
 
 
-def causal_weights(q, k, i, e, dropout, seed, P=None):
-    """For query rows i to e: n, the number of keys the last row sees, and P = softmax(q k^T / sqrt(w)), causal, (N, e - i, n), computed unless
-    given. Weights that dropout drops are stored negated: P.relu() has those that stay, P.abs() all."""
-    n = e + k.size(1) - q.size(1)  # the queries are the last of all positions
-    if P is None:
-        scores = torch.bmm(q[:, i:e] * q.size(-1) ** -0.5, k[:, :n].mT)  # (N, e - i, n)
-        later = q.new_full((e - i, e - i), -math.inf).triu_(1)
-        scores[:, :, n - (e - i):].tril_().add_(later)  # a later key's score, even a NaN: 0, then -inf; twice as fast as masked_fill_ on a CPU
-        P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
-        if dropout:  # the same draws again, should backward compute P anew
-            generator = None if seed is None else torch.Generator(q.device).manual_seed(seed.item() + i)
-            P.copysign_(keep_mask(P, dropout, generator).sub_(0.5))  # one tensor holds both weights and mask
-    return n, P
+def causal_weights(q, k, dropout, seed, i):
+    """P = softmax(q k^T / sqrt(w)), causal, (N, t, n), of a block q (N, t, w) of query rows, from row i on, which are the last t of the n
+    positions of k (N, n, w). Weights that dropout drops are stored negated: P.relu() has those that stay, P.abs() all."""
+    t, n = q.size(1), k.size(1)
+    scores = torch.bmm(q * q.size(-1) ** -0.5, k.mT)                                     # (N, t, n)
+    later = q.new_full((t, t), -math.inf).triu_(1)
+    scores[:, :, n - t:].tril_().add_(later)  # a later key's score, even a NaN: 0, then -inf; twice as fast as masked_fill_ on a CPU
+    P = scores.softmax(-1, dtype=scores.dtype)  # named, or autocast on a GPU would write it in fp32
+    if dropout:  # the same draws again, should backward compute P anew
+        generator = None if seed is None else torch.Generator(q.device).manual_seed(seed.item() + i)
+        P.copysign_(keep_mask(P, dropout, generator).sub_(0.5))  # one tensor holds both weights and mask
+    return P
 
 
 def empty_attention(q, k, q_r, v, k_r, all_k, all_v, seed, dropout, keep):
@@ -607,15 +628,16 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
     P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         q_r is None    out = P v                         v of any width
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
-    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any), or q_r (N, T, w), v, k_r (N, S, w). k, v: the rows that get a gradient.
-    all_k, all_v (N, S, as k and v): None or, without q_r, these rows after those of a memory that gets none. seed: dropout's, () int64 on the
-    CPU, drawn by the caller so that a repeated forward pass gets the same one; None: no dropout, or the GPU's generator. keep: return each
-    block's P as the second output, for the backward pass; otherwise that recomputes it, and memory is linear in T. In 16 bits scores are
-    rounded, where PyTorch's fused operator keeps fp32: errors are 2 times as large if scores have standard deviation 1, 7 times if 9."""
+    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any); q_r, k_r: None, or like q and k, with v like k. Over a memory that gets no
+    gradient, not with q_r: all_k, all_v (N, S, ..) are its rows and then the window's, k and v the window's alone; else None. seed: dropout's,
+    () int64 on the CPU, drawn by the caller so that a repeated forward pass gets the same one; None: no dropout, or the GPU's generator. keep:
+    return each block's P as the second output, for the backward pass; otherwise that recomputes it, and memory is linear in T. In 16 bits
+    scores are rounded, where PyTorch's fused operator keeps fp32: errors are 2 times as large if scores have standard deviation 1, 7 if 9."""
     k, v = (k, v) if all_k is None else (all_k, all_v)                                   # all rows
     out, Ps = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), []
     for i, e in query_blocks(q, k):
-        n, P = causal_weights(q, k, i, e, dropout, seed)                                 # P: (N, e - i, n)
+        n = e + k.size(1) - q.size(1)                                                    # keys up to row e - 1's own
+        P = causal_weights(q[:, i:e], k[:, :n], dropout, seed, i)                        # (N, e - i, n)
         Ps += [P] if keep else []
         W = P.relu() if dropout else P                                                   # its scale, 1 / (1 - p), comes last
         W = W if q_r is None else torch.bmm(q_r[:, i:e], v[:, :n].mT).mul_(W)
@@ -628,17 +650,18 @@ def blocked_attention_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor
                                k_r: torch.Tensor | None, all_k: torch.Tensor | None, all_v: torch.Tensor | None, seed: torch.Tensor | None,
                                dropout: float, Ps: list[torch.Tensor]) -> list[torch.Tensor]:
     "g (N, T, width of out), out's gradient -> those of q, k, v, and of q_r, k_r if given"
-    new = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # MPS keeps NaN if beta=0 (pytorch/pytorch, issue 194442)
+    empty = torch.empty_like if q.device.type != "mps" else torch.zeros_like  # MPS keeps NaN if beta=0 (pytorch/pytorch, issue 194442)
     own = k.size(1)
     k, v = (k, v) if all_k is None else (all_k, all_v)
     past = (k.size(1) - own) // 8 * 8  # earlier rows get no gradient; up to 7 get one in vain: products want multiples of 8, see query_blocks
-    dq, dk, dv = map(new, (q, k[:, past:], v[:, past:]))
+    dq, dk, dv = map(empty, (q, k[:, past:], v[:, past:]))
     if q_r is not None:
-        dq_r, dk_r = new(q_r), new(k_r)
+        dq_r, dk_r = empty(q_r), empty(k_r)
     scale, blocks = 1 / (1 - dropout), query_blocks(q, k)  # all gradients are linear in g: its scale, dropout's, is left to the last products
     for (i, e), P in reversed(list(zip(blocks, Ps or [None] * len(blocks)))):
         beta = int(e < q.size(1))  # 0: overwrite, 1: add. The last block, which sees all keys, comes first and overwrites
-        n, P = causal_weights(q, k, i, e, dropout, seed, P)
+        n = e + k.size(1) - q.size(1)
+        P = causal_weights(q[:, i:e], k[:, :n], dropout, seed, i) if P is None else P
         W = P.relu() if dropout else P                                                   # (N, e - i, n), as are G, dWG, dG, dP
         if q_r is None:
             dv[:, :n - past].baddbmm_(W[:, :, past:].mT, g[:, i:e], beta=beta, alpha=scale)
@@ -709,23 +732,22 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     T, S = q.size(2), k.size(2)
     # new matters to gradients alone. But with dropout checkpointing's pass without them must go the same way, or it would draw other masks
     new = new if torch.is_grad_enabled() or dropout else None
-    # One of three ways. The third is the definition; the others give the same result for less time or memory:
-    # 1. Blocks of query rows, for T > 1 or given new: over a memory (T < S); on a CPU wherever way 2 is not taken; on a GPU where way 2 does
-    #    not fit (heads or values above 256, the outer form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16,
-    #    T 1024, one head of 768 with values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
-    # 2. PyTorch's fused operator (`fused` below), for heads and values up to 256. On a CPU with T > 1, for any width, but v as wide as q, and
-    #    no gradients or dropout: forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward, in bf16, 1.4 to 1.7 at
-    #    T = 256, 0.9 at 1024. On a GPU one query without gradients, as in decoding, asks kernels.py's one_query_attention, which takes the same
-    #    operator unless kernels.UNTRIED.
-    # 3. q k^T whole, in plain operations: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block with dropout.
-    #    For T = 1, too, where heads are too wide for way 2: a fused kernel would have one multiprocessor read all of k and v.
+    # Three ways to the same result. Way 3 is the definition; the other two take less time or memory:
+    # 1. Blocks of query rows. Given new, and for T > 1: over a memory (T < S); on a CPU wherever way 2 is not taken; on a GPU where way 2 does
+    #    not fit (heads or values above 256, the outer form) and q k^T is larger than v. On an H200, forward and backward in bf16, B 16, T 1024,
+    #    one head of 768 with values of 1,536, blocks take 0.96 ms, way 3 the same, PyTorch's operator 8.7.
+    # 2. PyTorch's fused operator (`fused` below), not for the outer form. On a CPU, for T > 1: any width, if v is as wide as q and there are no
+    #    gradients and no dropout (forward takes 0.8 to 1.0 of blocks' time in fp32, 0.3 to 0.6 in bf16; with backward it would take, in bf16,
+    #    1.4 to 1.7 at T = 256, 0.9 at 1024). Elsewhere: heads and values up to 256. On a GPU one query without gradients or dropout asks
+    #    kernels.py's one_query_attention, which takes the same operator unless kernels.UNTRIED.
+    # 3. q k^T whole, in plain operations, for the rest: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block
+    #    with dropout. For T = 1 a fused kernel would have one multiprocessor read all of k and v.
     on_cpu = q.device.type == "cpu"
     if on_cpu and T > 1:
         fused = q_r is None and q.size(-1) == v.size(-1) and not dropout and not torch.is_grad_enabled()
     else:
-        fused = q_r is None and max(q.size(-1), v.size(-1)) <= 256
-        if q.device.type == "mps":  # up to torch 2.11 the operator gives rows as wide as q's there (pytorch/pytorch, issue 176767)
-            fused = fused and q.size(-1) == v.size(-1)
+        # on mps, up to torch 2.11, the operator gives rows as wide as q's (pytorch/pytorch, issue 176767)
+        fused = q_r is None and max(q.size(-1), v.size(-1)) <= 256 and (q.device.type != "mps" or q.size(-1) == v.size(-1))
     if new is not None or T > 1 and (T < S or not fused and (on_cpu or T > v.size(-1))):  # way 1
         _reverse_mode_only("attention")
         own_k, own_v = new or (k, v)                                                     # the rows that get a gradient
@@ -1003,11 +1025,11 @@ SHAQ_PRESETS = {                                                        # parame
     "layers2": dict(n_layer=2, attn_layers=(2,)),                       # 28,570,829                         29M
     "shaq": dict(rnn="qrnn", rnn_residual=True, gates=False, ff="none"),  # 26,452,173                       26M
 }
-[SHAQConfig(**preset) for preset in SHAQ_PRESETS.values()]  # a TypeError names a setting that there is not
 # SHA-RNN's published code has 24,576 more, never read (qkvs, r_gate, and lnout, lnmid and lnmem of blocks that do not use these norms).
 # (*) Truncated, not rounded, as in section 5, where SHA-RNN is "53M"; dropping W_q would fit too, but then SHAQ would not reach 26M.
 # A second head costs no parameters: it is a slice of the channels. Table 2 has it in block 3 of 3; the text, which still counts the removed
 # block, in the fourth layer.
+[SHAQConfig(**preset) for preset in SHAQ_PRESETS.values()]  # a TypeError names a setting that there is not
 
 
 def last(x, n):
@@ -1038,9 +1060,9 @@ class QRNN(nn.Module):
 
         Z = tanh(W_z * X)    F = sigmoid(W_f * X)    O = sigmoid(W_o * X)    c_t = f_t c_(t-1) + (1 - f_t) z_t    h_t = o_t c_t
 
-    W * X is the convolution; qrnn_pool does the rest. To try another recurrence, replace it by a loop over t, under autograd, and take
-    --compile=0. The authors' pytorch-qrnn swaps f and 1 - f, and x_t and x_(t-1): to load its weights, negate W_f and b_f and swap the halves
-    of the columns."""
+    W * X is the convolution, over x_(t-window+1) .. x_t. qrnn_pool computes all that follows it; to try another recurrence, put a loop over t
+    in its place (autograd differentiates it) and train with --compile=0. The authors' pytorch-qrnn has f for 1 - f, and x_t before x_(t-1): to
+    load its weights, negate W_f and b_f, and swap the two halves of W's columns."""
 
     def __init__(self, config):
         super().__init__()
@@ -1054,7 +1076,7 @@ class QRNN(nn.Module):
         x = torch.cat([last(past, self.window - 1).to(x.dtype), x], dim=1)     # (B, window - 1 + T, d)
         end = last(x, self.window - 1).clone()                          # a view would hold on to all of x
         # One wide product beats one narrow product per tap: 1.1 to 1.5 times faster on a CPU at d = 192 to 1024.
-        taps = torch.cat([x[:, i:i + T] for i in range(self.window)], dim=-1)   # (B, T, window * d)
+        taps = torch.cat([x[:, i:i + T] for i in range(self.window)], dim=-1)   # (B, T, window * d), x_t last
         h, c = qrnn_pool(self.conv(taps), c)                            # eq. 5-9, activations included
         return h, (end, c)
 
@@ -1092,7 +1114,9 @@ Ring = namedtuple("Ring", "rows n")  # a memory as MemoryAttention.ring()'s ring
 
 
 class MemoryAttention(nn.Module):
-    """Attention of section 4.2 over the window and the memory. Only the queries have a projection."""
+    """Attention of section 4.2: keys and values are the same rows M, the memory's and the window's so far. Only queries have a projection:
+
+        x = softmax(q M^T / sqrt(d_h)) M,    q = LayerNorm(h W_q + b_q),    each times its gate if config.gates: see forward()"""
 
     def __init__(self, config):
         super().__init__()
@@ -1113,11 +1137,11 @@ class MemoryAttention(nn.Module):
         c, f = self.overparam(torch.sigmoid(self.vs)).chunk(2)
         return torch.sigmoid(f) * torch.tanh(c)
 
-    def attend(self, q, m, mask=None, new=None):
-        """q (B, T, d) over m (B, S, d), whose last T rows are the queries' own positions -> (B, T, d). Causal within the window; all see
-        the whole memory. new (B, T, d), if given, repeats these T rows, and only they get a gradient. One query may have a mask (1, S)"""
+    def attend(self, q, rows, mask=None, new=None):
+        """q (B, T, d) over rows (B, S, d), the last T of which are the queries' own positions -> (B, T, d). A query sees all rows up to its
+        own. new (B, T, d), if given, is those last T rows again, and the only ones that get a gradient. One query may have a mask (1, S)"""
         split = lambda t: t.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)     # (B, h, T or S, d_h)
-        q, k, p = split(q), split(m), self.drop.p if self.drop.training else 0.0
+        q, k, p = split(q), split(rows), self.drop.p if self.drop.training else 0.0
         if new is None:
             y = attention(q, k, self.drop(k), dropout=p, mask=mask)
         else:
@@ -1155,13 +1179,13 @@ class MemoryAttention(nn.Module):
         elif self.config.memory == "mean":
             x, memory = self.over_mean(q, m, memory)
         else:
-            # Published: memory and window together hold at most mem_len positions (or the window's); past it a window's early queries see fewer
-            rows, new = m, None
-            if memory is not None:
-                past = last(memory, self.mem_len - m.size(1)).to(m.dtype)
-                n = past.size(1)
+            # As published, memory and window together hold at most mem_len rows (a longer window: itself). A full memory drops its oldest rows
+            # before the window's first query looks, so that early queries see fewer
+            past = m[:, :0] if memory is None else last(memory, self.mem_len - m.size(1)).to(m.dtype)
+            n, rows, new = past.size(1), m, None
+            if n:
                 # A detached memory needs no gradient: on a CPU attention's backward pass then takes 0.63 to 0.82 of the time
-                new = m if n and not memory.requires_grad else None
+                new = None if memory.requires_grad else m
                 rows = m.new_empty(m.size(0), n + m.size(1), m.size(2))                         # (B, n + T, d)
                 rows[:, :n], rows[:, n:] = past, m  # torch.cat would copy a view number by number on a GPU
             x, memory = self.attend(q, rows, new=new), last(rows, self.mem_len)
@@ -1188,15 +1212,15 @@ class MemoryAttention(nn.Module):
             q, m = q[:, n:], m[:, n:]
         return torch.cat(out, dim=1), (C, W, H)
 
-    def ring(self, memory, new):
-        """-> Ring, the form of memory in which forward() takes the next `new` positions one at a time: memory's rows, with room for as many
+    def ring(self, memory, steps):
+        """-> Ring, the form of memory in which forward() takes the next `steps` positions one at a time: memory's rows, with room for as many
         more as the cap (mem_len) allows, and their number. Once it is full, a new row overwrites the oldest: attention ignores the order of
         keys, and no shape changes. For memory=mean the rows are W, if any, and the open window, and the ring serves until that closes."""
         most = self.mem_len
         if self.config.memory == "mean":
             memory, most = torch.cat(memory[1:], dim=1), 1 + self.config.mean_window
         B, n, d = memory.shape
-        rows = memory.new_zeros(B, max(1, min(most, n + new)), d)
+        rows = memory.new_zeros(B, max(1, min(most, n + steps)), d)
         rows[:, :n] = memory
         return Ring(rows, torch.full((1,), n, device=rows.device))
 
@@ -1229,7 +1253,8 @@ class Boom(nn.Module):
 
 
 class SHAQBlock(nn.Module):
-    """Figure 2 (SHA-RNN) and figure 9 (SHAQ). Each residual leaves from the normalised stream, as published."""
+    """Figure 2 (SHA-RNN) and figure 9 (SHAQ): the recurrence, attention and Boom, each of the latter two only where the block has it. As
+    published, a residual adds to the normalised stream, n + f(n), not to the stream itself, h + f(n)."""
 
     def __init__(self, config, attends):
         super().__init__()
@@ -1258,7 +1283,7 @@ class SHAQBlock(nn.Module):
             x, memory = self.attn(h.to(product_dtype(h)), m.to(product_dtype(m)), memory)
             h = h + self.drop(x)
         if self.ff is not None:
-            h, x = self.ln_ff(h), self.ln_xff(h)
+            h, x = self.ln_ff(h), self.ln_xff(h)                        # Boom reads another norm of the stream than it is added to
             h = h + self.drop(self.ff(x))
         return h, (rnn_state, memory)
 
@@ -1322,10 +1347,6 @@ class SHAQ(nn.Module):
         uniform = draws(max_new_tokens, temperature, idx, generator)
         new, u = idx[:, -1:].clone(), uniform.new_empty(len(idx), 1)    # as in GPT.generate
         out = [idx]
-
-        def step():  # reads and updates the rings of the loop below
-            new.copy_(sample(self.advance(new, rings), temperature, top_k, u))
-
         with evaluating(self):
             prompt = idx if max_new_tokens else idx[:, :-1]
             p = self.config.mean_window                                 # --bptt in train_shaq.py: a prompt is read as training reads
@@ -1342,6 +1363,10 @@ class SHAQ(nn.Module):
                     n = min([n] + [p - 1 - m[2].size(1) for _, m in state if m is not None])          # m = C, W, H
                 if n:
                     rings = self.rings(state, n)
+
+                    def step():  # reads and updates the rings
+                        new.copy_(sample(self.advance(new, rings), temperature, top_k, u))
+
                     replay = None  # free the last window's graph first: with it goes its stream's cuBLAS workspace (torch 2.12 on)
                     replay = captured(step, idx.device, [new, *tensors(rings)])
                     for _ in range(n):
@@ -1411,6 +1436,10 @@ class SHAQ(nn.Module):
         return 6 * weights + (8 * keys + 4 * new) * cfg.n_embd * len(cfg.attn_layers)
 
 
+# -----------------------------------------------------------------------------
+# LAMB, the optimiser of [3]
+
+
 def norms(ts):
     """2-norms, one a tensor. On a CPU row by row: PyTorch's norm of 38 million numbers in fp32 is 0.3% too small there, and half as fast"""
     if ts[0].device.type != "cpu":
@@ -1462,7 +1491,7 @@ class LAMB(torch.optim.Optimizer):
 
 
 # -----------------------------------------------------------------------------
-# Running a model, which both training scripts and bench.py do: the device, its precision, its speed, the learning rate
+# What the scripts share: the device, its precision and speed, steps as CUDA graphs, learning rate, checkpoints; and samples from these
 
 
 @dataclass
@@ -1660,7 +1689,7 @@ class Replayed:
         if whole and len({float(group["lr"]) for group in optimizer.param_groups}) > 1:
             raise ValueError("the groups' learning rates differ, and each step sets one for all: let __call__ multiply it by each group's own")
         self.warm, self.graphs = set(), {}  # the shapes of steps that ran once, and of those that are recorded
-        self.states, self.pool = {}, None
+        self.states, self.pool = {}, None  # where each kind of state lies, for windows of any length; the memory of all graphs
 
     def __call__(self, batch, state, lr=None):
         for group in self.optimizer.param_groups if self.whole else ():

@@ -1388,7 +1388,7 @@ def test_gpt_attention_output_is_a_dense_one_with_a_fixed_matrix(out, n_embd, n_
     assert error(m(idx), dense(idx)) < 1e-12
     with torch.autocast("cpu", torch.bfloat16):  # beside fp32 vectors, too
         attn, x = m.float().h[0].attn, torch.randn(2, 5, n_embd)
-        y, Y = attn(x), attn.mix(x)
+        y, Y = attn(x), attn.attend(x)
         assert y.dtype == Y.dtype == torch.bfloat16
         if out == "identity":  # rounds alpha and beta, as any layer's weights
             assert torch.equal(y, torch.addcmul(attn.beta.bfloat16(), Y, attn.alpha.bfloat16()))
