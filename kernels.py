@@ -7,7 +7,7 @@ Operators of the three papers, each with a fast path for GPUs (Triton) and one f
     hadamard_affine_norm(x, .., residual, ..) the same, added to a residual, and the LayerNorm of the sum; for some sizes in one pass
     fo_pool(z, f, o, c0), qrnn_pool(gates)    c_t = f_t c_(t-1) + (1 - f_t) z_t, h_t = o_t c_t  [QRNN, eq. 4], on gates or on their logits
     rope_backward([dq, dk, dv], cos, sin)     the gradient of a joint projection to q, k, v where q and k took rotary positions
-    one_query_attention(q, k, v, mask)        softmax(q k^T / sqrt(w) + mask) v of a single query a head, for decoding, without a gradient
+    one_query_attention(q, k, v, mask)        softmax(q k^T / sqrt(w) + mask) v of a single query a head, for decoding
 
 README, section 4, says which lines to copy for one of them. Each needs torch, uses Triton where that is installed, and nothing else.
 
@@ -26,9 +26,9 @@ try:
 except ImportError:  # Windows, macOS, CPU-only installs: every operator below still works, through PyTorch
     triton = None
 
-# True: also the two kinds of kernel that no GPU has run, only a compiler and Triton's interpreter: most 16-bit rows of the Hadamard
-# operators on tensor cores, and attention of one query. To time them: python bench.py kernels decode, without and with --untried=1. Steps
-# that are CUDA graphs already keep their path
+# True: take also two kinds of kernel that no GPU has run, only the compiler and Triton's interpreter: tensor cores for most 16-bit rows of
+# the Hadamard operators, and attention of one query. To time them: python bench.py kernels decode, without and with --untried=1. Steps
+# captured as CUDA graphs before keep their path
 UNTRIED = False
 
 
@@ -158,8 +158,8 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
 
 @lru_cache(None)  # never freed: a CUDA graph may hold their addresses
 def _factors(d, n_head, heads_only, dtype, device):
-    """Dense factors A (a, a), B (b, b) of the layer's H_h (x) H_(d/h), which is H_d if h = 1; if heads_only A = H_h, and B = None for I. For
-    narrow rows B is the whole matrix, and A = None: 0.44 to 0.86 of the time, forward and backward, on two cores of Zen 5"""
+    """-> A (a, a), B (b, b), dense: A (x) B is the layer's H_h (x) H_(d/h), or H_h (x) I if heads_only. None is an identity: B if heads_only;
+    A for narrow rows, whose one product takes 0.44 to 0.86 of the time of two, forward and backward, on two cores of Zen 5"""
     if heads_only:  # never one product with H_h (x) I: its zeros times NaN would be NaN
         return hadamard_matrix(n_head, dtype, device), None
     if d <= (192 if dtype.itemsize == 2 else 96):
@@ -190,8 +190,7 @@ def _blocks(x, n_head, heads_only):
         r = -(-r // blocks)  # blocks of about one size: no last one of a few rows
     if A is None:
         return r, lambda block, out=None: torch.mm(block, B, out=block.new_empty(block.shape) if out is None else out)    # X H
-    a = len(A)
-    b = d // a
+    a, b = len(A), d // len(A)
     t, u, A = x.new_empty(r, a, b), x.new_empty(r, a, b), A.expand(r, a, a)
     if x.device.type == "cpu" and x.element_size() == 2:
         A = _copies(r, d, n_head, heads_only, x.dtype, x.device)
@@ -516,11 +515,7 @@ if triton is not None:
         """W numbers of vector v, repeated for each of R rows: (R, W), fp32, 0 where not live. Loaded as a single row, they would be spread
         over all threads by Triton and then passed round through shared memory."""
         at = tl.broadcast_to(v + at[None, :], (R, W))
-        if live is None:
-            v = tl.load(at)
-        else:
-            v = tl.load(at, mask=tl.broadcast_to(live[None, :], (R, W)), other=0.0)
-        return v.to(tl.float32)
+        return (tl.load(at) if live is None else tl.load(at, mask=tl.broadcast_to(live[None, :], (R, W)), other=0.0)).to(tl.float32)
 
     @triton.jit
     def _transform(tiles, R: tl.constexpr, M: tl.constexpr, P: tl.constexpr, W: tl.constexpr, INNER: tl.constexpr, V: tl.constexpr,
@@ -740,9 +735,7 @@ if triton is not None:
             v = v.to(tl.float32)  # the norm is of what was stored
             y = y + (v,)
             total = total + v
-        mean = tl.sum(total, 1) / D
-        if RMS:
-            mean = tl.zeros((R,), tl.float32)  # RMSNorm has none; 0 * mean would be nan for inf
+        mean = tl.zeros((R,), tl.float32) if RMS else tl.sum(total, 1) / D  # RMSNorm has none; 0 * mean would be nan for inf
         total = tl.zeros((R, W), tl.float32)
         for i in tl.static_range(M * P):
             v = y[i] - mean[:, None]
@@ -788,9 +781,7 @@ if triton is not None:
                 g = g * _load_vector(weight, to[i], live, R, W)
                 a, b = a + g, b + g * y
             dw, ds = nw, ns
-            a, b = tl.sum(a, 1)[:, None] / D, tl.sum(b, 1)[:, None] / D
-            if RMS:
-                a = tl.zeros((R, 1), tl.float32)  # no mean
+            a, b = tl.zeros((R, 1), tl.float32) if RMS else tl.sum(a, 1)[:, None] / D, tl.sum(b, 1)[:, None] / D  # RMSNorm has no mean
             u = _transform(xs, R, M, P, W, INNER, V, TURN)
             t, na, nb = (), (), ()
             for i in tl.static_range(M * P):
@@ -894,16 +885,18 @@ if triton is not None:
             tl.store(dbeta + TILES[i] + to, db[i])
 
 
-_FEW = 132  # up to so many rows (an H200's multiprocessors) each gets a program, half as many instructions for a warp; not timed
+_FEW = 132  # so many rows (an H200's multiprocessors) or fewer: each is a program, "few" in _plan, of half the instructions a warp; not timed
 
 
 @lru_cache(256)
 def _plan(d, n_head, heads_only, bits, kind="forward"):
-    """-> (constexprs, num_warps) for the kernels above, or None. For "forward", "pre", "few" and "grads" None means the PyTorch path: without
-    Triton; m above 28; d above 65536, which would spill; neither n_head nor d / n_head a power of two (a mix over heads takes any); a mix over
-    more than 64 heads, or of heads whose width is no multiple of 8. For "backward" and the "norm"s None also where two kernels are better.
-    bits: an element's, 16 or 32. kind: "forward", "pre" (forward, with pre), "few" (at most _FEW rows), "grads" (of alpha and beta),
-    "backward" (of x as well), "norm", "norm few", "norm backward"."""
+    """-> (constexprs, num_warps) of a kernel above, or None. bits: an element's, 16 or 32. kind:
+        "forward", "pre", "few"                _hadamard_kernel without pre, with it, for at most _FEW rows
+        "grads", "backward"                    _hadamard_grads_kernel of alpha and beta, of x as well
+        "norm", "norm few", "norm backward"    _hadamard_norm_kernel, for at most _FEW rows, its gradients
+    None for the first four kinds is the PyTorch path: without Triton; m above 28; d above 65536, which would spill; neither n_head nor
+    d / n_head a power of two (a mix over heads takes any); a mix over more than 64 heads, or of heads whose width is no multiple of 8. For the
+    others None also where two kernels are better."""
     d, n_head, forward = operator.index(d), operator.index(n_head), kind in ("forward", "pre")
     mh, ch = _split_order(n_head)
     mi, ci = (1, 1) if heads_only else _split_order(d // n_head)
@@ -1054,13 +1047,14 @@ def _programs(N, plan, warps, device, kind):
     kernel takes follows from how many numbers of one tensor a thread holds, by its compiled code (Triton 3.9): with more than `most` it takes
     255"""
     numbers = plan["R"] * plan.get("W", 512) * plan["M"] * plan["P"] // (32 * warps)
-    most = 32 if kind == "backward" or kind == "grads" and plan["INNER"] else 48 if kind == "grads" else 0
-    if kind == "backward" and warps > 1 and plan["INNER"]:  # fp32 rows of 2048 and 4096: 32 take 255
-        most = 31
-    if kind == "norm backward" and not plan["INNER"]:
-        most = 16 if plan["W"] > 64 else 12  # 16 heads of 64 take 188 registers
-    elif kind != "norm backward" and _capability(device)[0] >= 10:  # Blackwell: 32 take up to 255
+    if kind == "norm backward":
+        most = 0 if plan["INNER"] else 16 if plan["W"] > 64 else 12  # 16 heads of 64 take 188 registers
+    elif _capability(device)[0] >= 10:  # Blackwell: 32 take up to 255
         most = 16
+    elif kind == "grads":
+        most = 32 if plan["INNER"] else 48
+    else:  # fp32 rows of 2048 and 4096: 32 take 255
+        most = 31 if warps > 1 and plan["INNER"] else 32
     held = 8 if numbers > most else 16 if kind == "grads" and plan["INNER"] and warps == 1 else 12  # several warps a row: up to 168
     columns = _columns(plan) if "CW" in plan else 1
     return min(triton.cdiv(max(N, 1), plan["R"]), max(1, _multiprocessors(device) * max(1, held // warps) // columns))
@@ -1070,11 +1064,11 @@ def _norm_backward_triton(x, out, stats, dout, dnormed, alpha, weight, has_shift
     (N, d), (x, out, dout, dnormed, alpha, weight) = x.shape, _row_major(x, out, dout, dnormed, alpha, weight)
     plan, warps = _plan(d, n_head, heads_only, x.element_size() * 8, "norm backward")
     dresidual, dx, programs = torch.empty_like(out), torch.empty_like(x), _programs(N, plan, warps, x.device, "norm backward")
-    partial = torch.empty(4, programs, d, dtype=torch.float32, device=x.device)
-    _launch(_hadamard_norm_backward_kernel, (programs,), x, out, stats, dout, dnormed, dresidual, dx, *partial[:3],
-            partial[3] if has_shift else None, alpha, weight, N, scale, **plan, RMS=rms, num_warps=warps)
+    partial = torch.empty(3 + has_shift, programs, d, dtype=torch.float32, device=x.device)
+    _launch(_hadamard_norm_backward_kernel, (programs,), x, out, stats, dout, dnormed, dresidual, dx, *partial, *[None] * (not has_shift),
+            alpha, weight, N, scale, **plan, RMS=rms, num_warps=warps)
     # sums one by one, as outputs of an operator may not share memory
-    return dx, dresidual, *(p.sum(0) for p in partial[:3]), partial[3].sum(0) if has_shift else partial.new_empty(0)
+    return dx, dresidual, *(p.sum(0) for p in partial), *[partial.new_empty(0)] * (not has_shift)
 
 
 def _grads_triton(x, dy, scale, n_head, heads_only, alpha=None):
@@ -1238,7 +1232,7 @@ def _norm_torch(x, residual, alpha, beta, weight, shift, scale, eps, rms, n_head
     wide = torch.promote_types(residual.dtype, torch.float32)
     wider = x.float() if x.dtype == torch.float16 else x  # so that only the sum is rounded, to residual's dtype
     out = (residual + _hadamard(wider, alpha, beta, None, scale, n_head, heads_only)).to(residual.dtype)
-    # a CPU's LayerNorm takes 16-bit rows with fp32 vectors, but returns the rows' dtype: too narrow if normed's, which is x's, is wider
+    # a CPU's LayerNorm takes 16-bit rows beside fp32 vectors, but returns 16 bits: too few if x, whose dtype normed gets, is wider
     as_it_is = not rms and out.device.type == "cpu" and torch.promote_types(x.dtype, out.dtype) == out.dtype
     y = out if as_it_is else out.to(wide)
     weight, shift = (v if v is None else v.to(wide) for v in (weight, shift))
@@ -1311,8 +1305,8 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
 
 
 def hadamard_path(d, device, n_head=1, heads_only=False):
-    """In words, for a log: the path hadamard_affine takes on this device (always PyTorch's for fp64; forward up to 132 rows never on tensor
-    cores); on "cuda" where no GPU is, an H200's. ValueError for sizes that hadamard_affine refuses."""
+    """The path hadamard_affine takes on this device, in words, for a log; "cuda" where no GPU is stands for an H200. It leaves out that fp64
+    is always PyTorch's and that forward up to 132 rows never takes tensor cores. ValueError for sizes that hadamard_affine refuses."""
     if n_head < 1 or d % n_head:
         raise ValueError(f"hadamard_path: d={d} is no multiple of n_head={n_head}")
     _check_orders(d, n_head, heads_only)
@@ -1345,15 +1339,15 @@ def _as_rows(name, x, what="x"):
 def hadamard_transform(x, scale=1.0):
     """scale * (x @ H) over the last dimension, H = hadamard_matrix(x.shape[-1]).
 
-    x: (..., d), fp32, bf16, fp16 (or fp64, always by PyTorch), any strides. Returns x's shape and dtype. On the Triton path sums are fp32 (on
-    tensor cores, if UNTRIED, 16 binary digits between products). By PyTorch, bf16 rows wider than 192 may be rounded between their two
-    products, too (1.4 times the error), and bf16 rows before a scale that is no power of two (with both 1.7 times); on a GPU fp32 and fp16 take
-    TF32 where torch.set_float32_matmul_precision allows it.
-    Differentiable to any order. Unnormalised by default, as in the usual CUDA package of this name; scale = d**-0.5 makes it orthogonal (x H
-    may reach d times the largest |x|, and fp16 holds up to 65504). For d = 2^k H is that package's, for 12 * 2^k its hadamard_transform_12N's (d
-    = 768 is no cut-off 1024 here); its 20N, 28N and 40N are other matrices: do not swap them for these in a trained model. Raises ValueError for
-    an order that does not exist (not on meta), TypeError for another dtype or a scale that wants a gradient, NotImplementedError under
-    forward-mode differentiation.
+    x: (..., d), fp16, bf16, fp32 or fp64, any strides. scale: a number; d**-0.5 makes the transform orthogonal. Without it x H may reach d
+    times the largest |x|, where fp16 holds up to 65504. Returns x's shape and dtype. Differentiable to any order in x.
+    ValueError for an order that does not exist (not on meta), TypeError for another dtype or a scale that wants a gradient,
+    NotImplementedError under forward-mode differentiation.
+    The usual CUDA package of this name has the same H for d = 2^k and, in its hadamard_transform_12N, for 12 * 2^k (d = 768 is no cut-off 1024
+    here). Its 20N, 28N and 40N have other matrices: do not swap them for these in a trained model.
+    Triton's path sums in fp32 and rounds once (on tensor cores, if UNTRIED, also to 16 binary digits between products). PyTorch's, which fp64
+    always takes, may also round bf16 rows wider than 192 between its two products (1.4 times the error), and bf16 rows before a scale that is
+    no power of two (with both 1.7 times). On a GPU it takes TF32 for fp32 and fp16 where torch.set_float32_matmul_precision allows it.
     """
     _reverse_mode_only("hadamard_transform")
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
@@ -1362,15 +1356,17 @@ def hadamard_transform(x, scale=1.0):
 
 
 def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
-    """alpha * (x @ H / sqrt(d)) + beta [1, eq. 1], in one pass over memory, with gradients of any order for x, alpha and beta.
+    """alpha * (x @ H / sqrt(d)) + beta [1, eq. 1], in one pass over memory.
 
-    x: (..., d); dtypes and errors as for hadamard_transform. alpha, beta: tensors (d,) of any of these dtypes, often fp32 with bf16 rows;
-    each gradient has its tensor's dtype. Returns x's shape and dtype. ValueError for wrong shapes, several devices, an n_head not dividing d.
-    n_head = h takes H = H_h (x) H_(d/h) instead of H_d. For most sizes that is the same matrix; for all, the inner factor H_(d/h) can be
-    folded into the value projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
-    If UNTRIED, on tensor cores (16-bit rows of most widths from 256 to 4096: a transform of more than 132, also backward; all gradients
-    together at 1536 and 2048) a row with an infinite number comes out all NaN, one with a sum beyond fp32's range partly; of the gradients
-    together alpha's has x @ H to 16 binary digits, an error of some 5e-6.
+    x (..., d), alpha (d,), beta (d,): fp16, bf16, fp32 or fp64 each, any strides, often fp32 vectors beside bf16 rows. Returns x's shape and
+    dtype. Differentiable to any order in all three; each gradient has its tensor's dtype. Rounding: see hadamard_transform.
+    n_head = h takes H = H_h (x) H_(d/h) instead of H_d: for most sizes the same matrix; for all, H_(d/h) can be folded into the value
+    projection. heads_only = True drops that factor: H_h (x) I / sqrt(h), a mix over heads alone.
+    ValueError for other shapes, an n_head not dividing d, an order that does not exist (not on meta) or several devices, TypeError for other
+    dtypes or what is no tensor, NotImplementedError under forward-mode differentiation.
+    If UNTRIED, 16-bit rows of most widths from 256 to 4096 go through tensor cores: a transform of more than 132, also backward, and all
+    gradients together at 1536 and 2048. There a row with an infinite number comes out all NaN, one with a sum beyond fp32's range partly; of
+    the gradients together alpha's has x @ H to 16 binary digits, an error of some 5e-6.
     """
     _reverse_mode_only("hadamard_affine")
     rows = _as_rows("hadamard_affine", x)
@@ -1387,13 +1383,13 @@ def hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
 
 
 def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5, rms=False, n_head=1, heads_only=False):
-    """y = residual + hadamard_affine(x, alpha, beta, n_head, heads_only), and LayerNorm(y) * weight + shift: the end of an attention block
-    and the start of what follows, in one pass. rms = True takes RMSNorm.
+    """y = residual + hadamard_affine(x, alpha, beta, n_head, heads_only), and LayerNorm(y) * weight + shift, or RMSNorm if rms: the end of an
+    attention block and the start of what follows.
 
-    x (..., d); residual (..., d), often wider; alpha, beta, weight, shift (d,), shift or None: fp16, bf16, fp32 or fp64 each. Returns y in
-    residual's dtype and its norm in x's, both (..., d); ValueError or TypeError for anything else, NotImplementedError under forward-mode
-    differentiation. Differentiable to any order in all six. In bf16 one pass moves 8 bytes an element. Off the Triton path, and where
-    hadamard_norm_is_fused is False, plain PyTorch moves 14 or more: there compile hadamard_affine, sum and norm, which move 12.
+    x, residual (..., d), residual often wider; alpha, beta, weight, shift (d,), shift may be None: fp16, bf16, fp32 or fp64 each. Returns y in
+    residual's dtype and its norm in x's, both (..., d). Differentiable to any order in all six. Errors as for hadamard_affine, and TypeError
+    if eps is None. Where hadamard_norm_is_fused, on a GPU with Triton, it is one pass, in bf16 of 8 bytes an element. Elsewhere plain PyTorch
+    moves 14 or more: there compile hadamard_affine, sum and norm, which move 12.
     """
     _reverse_mode_only("hadamard_affine_norm")
     rows, before = _as_rows("hadamard_affine_norm", x), _as_rows("hadamard_affine_norm", residual, "residual")
@@ -1488,9 +1484,7 @@ def _fo_forward_torch(z, f, o, c0, act):
     for t, K, L in spans:
         z_, f_, o_, c = _fo_scratch(memory, (z, f, o), 3, t, K, L, act)  # c[:, :, j]: the state before step j
         start, end = c[:, :, 0], c[:, :, L]  # (B, K, H), the states before and after each chunk
-        start.zero_()
-        if K == 1:
-            start[:, 0] = last
+        start[:] = last[:, None] if K == 1 else 0  # of several chunks all from 0, see above
         fs = _fo_walk(z_, f_, c)
         if K > 1:
             for p_prev, p in zip(fs, fs[1:]):
@@ -1503,8 +1497,7 @@ def _fo_forward_torch(z, f, o, c0, act):
         last.copy_(end[:, -1])
         m = -(-L // CPU_CHUNK)  # edges of a chunk: one, unless the span is one long chunk; below (K, m, B, H)
         edges[t // CPU_CHUNK:t // CPU_CHUNK + K * m].unflatten(0, (K, m)).copy_(c[:, :, :L:CPU_CHUNK].permute(1, 2, 0, 3))
-        torch.mul(o_, c[:, :, 1:], out=o_)
-        h[:, t:t + K * L].copy_(o_.flatten(1, 2))
+        h[:, t:t + K * L].copy_(o_.mul_(c[:, :, 1:]).flatten(1, 2))
     return h, last, edges
 
 
@@ -1517,7 +1510,6 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
     # e_(t+1) = f dc of the step after the span, (B, H)
     e = z.new_zeros(B, H, dtype=state) if dc_last is None else dc_last.clone(memory_format=torch.contiguous_format)
     sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input  # g y (1 - y) in one pass
-    tanh_backward = torch.ops.aten.tanh_backward.grad_input  # g (1 - y^2)
     for t, K, L in reversed(spans):
         z_, f_, o_, dc, w, c = _fo_scratch(memory, (z, f, o), 5, t, K, L, act)
         m = -(-L // CPU_CHUNK)
@@ -1551,7 +1543,7 @@ def _fo_backward_torch(z, f, o, edges, dh, dc_last, dz, df, do, act):
         df[:, span].copy_(w.flatten(1, 2))
         torch.addcmul(dc, dc, f_, value=-1, out=w)  # dz_t = (1 - f_t) dc_t
         if act:
-            tanh_backward(w, z_, grad_input=w)
+            torch.ops.aten.tanh_backward.grad_input(w, z_, grad_input=w)  # g (1 - z^2)
         dz[:, span].copy_(w.flatten(1, 2))
     return e
 
@@ -1575,10 +1567,7 @@ if triton is not None:
     @triton.jit
     def _fo_tanh(x, ACT: tl.constexpr, PTX: tl.constexpr):
         "tanh(x) of a logit, likewise"
-        if ACT:
-            return 2 * _fo_sigmoid(2 * x, True, PTX) - 1
-        else:
-            return x
+        return 2 * _fo_sigmoid(2 * x, True, PTX) - 1 if ACT else x
 
     @triton.jit
     def _fo_compose(c, at, step, parts, n, live, U: tl.constexpr):
@@ -1615,10 +1604,8 @@ if triton is not None:
     @triton.jit
     def _fo_load(f_ptr, z_ptr, at, m, ACT: tl.constexpr, Z: tl.constexpr):
         "One step's f, and z if Z. Steps past the end get f = 1, z = 0 and leave c alone."
-        x = (tl.load(f_ptr + at, m, float("inf") if ACT else 1.0),)
-        if Z:
-            x = x + (tl.load(z_ptr + at, m, 0.0),)
-        return x
+        f = tl.load(f_ptr + at, m, float("inf") if ACT else 1.0)
+        return (f, tl.load(z_ptr + at, m, 0.0)) if Z else (f,)
 
     @triton.jit(do_not_specialize=["B", "T"])
     def _fo_forward_kernel(z_ptr, f_ptr, o_ptr, c0_ptr, h_ptr, c_last_ptr, edge_ptr, sum_ptr, B, T, sb, L, H: tl.constexpr,
@@ -1752,7 +1739,7 @@ if triton is not None:
                 fz_ahead = fz_ahead + _fo_load(f_ptr, z_ptr, at + (u - W) * ST, more, ACT, not SUMMARY)
                 og_ahead = og_ahead + (tl.load(o_ptr + at + (u - W) * ST, more, 0.0), tl.load(dh_ptr + to + (u - W) * H, more, 0.0))
             at, to, out, edge, fz, og = at - W * ST, to - W * H, out - W * DT, edge - S * B * H, fz_ahead, og_ahead
-            left = U * (s + 1) * live[None, :].to(tl.int32)
+            left = U * (s + 1) * live[None, :].to(tl.int32)  # U or more: only the last round is cut short; s + 1 just gives the shape (S, D)
         if SUMMARY:
             tl.store(sum_ptr + (seg * B + b) * H + i, prod, live)
             tl.store(sum_ptr + ((segs + seg) * B + b) * H + i, e, live)
@@ -1972,14 +1959,15 @@ def _rope_fake(grads, cos, sin):
 
 @_operator("rope_backward", _rope_fake)
 def rope_backward(grads: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Gradients (B, h, T, w) of q, k and more parts, any strides -> that of the parts side by side, (B, T, parts * h * w). Those of q and k,
-    whose pairs (x_2i, x_2i+1) were turned by the angles of cos and sin, (T, 1, w / 2) fp32, are turned back in fp32 or wider; the others
-    are copied. The result has the first's dtype and is not differentiable. Other shapes of cos and sin that broadcast, such as tables for
-    each sequence, take the PyTorch path.
+    """From the gradients of q, k and more parts that of the projection they were cut from: (B, T, parts * h * w), the parts side by side.
+
+    grads: (B, h, T, w) each, q's and k's first, any strides. cos, sin: (T, 1, w / 2), fp32, the angles by which pairs (x_2i, x_2i+1) of q and
+    k were turned: their gradients are turned back, in fp32 or wider, the others copied. Other shapes that broadcast, such as tables for each
+    sequence, take the PyTorch path. The result has the first's dtype and is not differentiable.
     ValueError if the parts' shapes differ (as with grouped queries), w is odd, or for several devices; NotImplementedError in forward mode."""
     _reverse_mode_only("rope_backward")
     _check_devices("rope_backward", *grads, cos, sin)
-    if any(g.shape != grads[0].shape or g.size(-1) % 2 for g in grads):
+    if any(g.dim() != 4 or g.shape != grads[0].shape or g.size(-1) % 2 for g in grads):
         raise ValueError(f"rope_backward: expected gradients of one shape (B, h, T, w), w even, got {[tuple(g.shape) for g in grads]}")
     B, h, T, w = grads[0].shape
     out = grads[0].new_empty(B, T, len(grads), h, w)
@@ -2056,14 +2044,16 @@ def _one_query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Te
 
 
 def one_query_attention(q, k, v, mask=None):
-    """softmax(q k^T / sqrt(w) + mask) v: q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u), of one dtype, any strides; mask (1, S) of floats,
-    or None. Returns (B, h, 1, u). By PyTorch's operator, but if UNTRIED, on a GPU, in fp32, bf16 and fp16, for heads up to 256, by Triton:
-    without a gradient, in fp32 in between, and positions at -inf are not read, so that not even a NaN there counts (if all are, the result is
-    NaN; numbers in fp64 below fp32's range count as -inf). ValueError for other shapes (as with grouped queries), a mask of another kind, or
-    several devices; NotImplementedError in forward mode."""
+    """softmax(q k^T / sqrt(w) + mask) v for one query a head, as in decoding.
+
+    q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u), of one dtype, any strides; mask (1, S) of floats, or None. Returns (B, h, 1, u).
+    By PyTorch's operator, but if UNTRIED, on a GPU, in fp32, bf16 and fp16, for heads up to 256, by a Triton kernel: without a gradient, in
+    fp32 in between. It does not read positions at -inf, so that not even a NaN there counts (if all are, the result is NaN; numbers of an
+    fp64 mask below fp32's range count as -inf).
+    ValueError for other shapes (as with grouped queries), a mask of another kind, or several devices; NotImplementedError in forward mode."""
     _reverse_mode_only("one_query_attention")
     _check_devices("one_query_attention", *(t for t in (q, k, v, mask) if t is not None))
-    (B, h, _, w), (*_, S, u) = q.shape, v.shape
+    (B, h, *_, w), (*_, S, u) = q.shape, v.shape
     if ((q.shape, k.shape, v.shape) != ((B, h, 1, w), (B, h, S, w), (B, h, S, u))
             or mask is not None and not (mask.shape == (1, S) and mask.is_floating_point())):
         raise ValueError("one_query_attention: expected q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u) and a mask (1, S) of floats or None; "

@@ -1487,6 +1487,7 @@ def test_gpt_heads_have_the_gradient_of_rope_from_one_operator_on_a_gpu(attn):
         assert calls == ["triton"] * (kernels.triton is not None)
     with pytest.raises(ValueError, match="of one shape"):  # grouped queries: the kernel would read on beyond the fewer heads
         kernels.rope_backward([dx, dx[:, :1], dx[:, :1]], *table)
+    refuses(lambda: kernels.rope_backward([dx[0]] * 3, *table), "of one shape (B, h, T, w)")
     refuses(lambda: kernels.rope_backward([torch.zeros(2, h, T, 3)] * 3, *model_py.rope_table(T, 2)), "w even")
     for angles in (table[0].to("meta"), table[0]), (table[0], table[1].to("meta")):  # numbers that nobody wrote would come back
         refuses(lambda: kernels.rope_backward([torch.zeros(2, h, T, d // h)] * 3, *angles), "on cpu", "meta")
@@ -1595,7 +1596,7 @@ def test_attention_of_one_query_takes_its_kernel_on_a_gpu_without_gradients(monk
 def test_one_query_attention_refuses_what_its_kernel_would_misread():
     "By strides alone it would read past the keys' heads, leave later queries' rows unwritten, and take True in a mask for a score of 1"
     q, k, op = torch.randn(2, 4, 1, 8), torch.randn(2, 4, 5, 8), kernels.one_query_attention
-    for args in ((q, k[:, :1], k[:, :1], None), (k, k, k, None), (q, k, k[:, :, :4], None), (q, k[..., :4], k, None), (q, k[:1], k[:1], None),
+    for args in ((q, k[:, :1], k[:, :1], None), (k, k, k, None), (q[0], k, k, None), (q, k[0], k[0], None), (q, k, k[:, :, :4], None), (q, k[..., :4], k, None), (q, k[:1], k[:1], None),
                  (q, k, k, torch.zeros(2, 1, 1, 5)), (q, k, k, torch.zeros(1, 4)), (q, k, k, torch.ones(1, 5, dtype=torch.bool))):
         refuses(lambda: op(*args), "one_query_attention: expected q (B, h, 1, w)")
     refuses(lambda: op(q, k, k, torch.zeros(1, 5, device="meta")), "all on one device")
