@@ -462,7 +462,7 @@ class GPT(nn.Module):
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None, use_cache=True, report=None):
         """Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token. Without a
-        generator every call draws alike, whatever torch.manual_seed() was: for other samples pass torch.Generator().manual_seed(n).
+        generator draws follow torch.manual_seed(), and each call repeats them: for other samples pass torch.Generator().manual_seed(n).
         When the window outgrows block_size tokens, only its last half is kept and read again: one pass over half a block for each half block
         of new tokens. use_cache=False recomputes the window for each token: the same tokens, slowly. On a GPU, model and draw are one CUDA
         graph, replayed for each token; one thread at a time. On a CPU it is faster under torch.inference_mode(). report(i), if given, is called
@@ -704,6 +704,11 @@ blocked_attention.register_autograd(attention_gradients, setup_context=save_atte
 blocked_attention_backward.register_autograd(_once("attention"))
 
 
+def fused_fits(width, values, outer):
+    "Whether PyTorch's fused operator has fast kernels for queries of this width and values of that, with gradients too; not for the outer form"
+    return not outer and max(width, values) <= 256
+
+
 def check_attention(q, k, v, q_r, k_r, dropout, mask, new):
     "ValueError unless these are what attention() takes"
     if not 0 <= dropout < 1:
@@ -747,7 +752,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
         fused = q_r is None and q.size(-1) == v.size(-1) and not dropout and not torch.is_grad_enabled()
     else:
         # on mps, up to torch 2.11, the operator gives rows as wide as q's (pytorch/pytorch, issue 176767)
-        fused = q_r is None and max(q.size(-1), v.size(-1)) <= 256 and (q.device.type != "mps" or q.size(-1) == v.size(-1))
+        fused = fused_fits(q.size(-1), v.size(-1), q_r is not None) and (q.device.type != "mps" or q.size(-1) == v.size(-1))
     if new is not None or T > 1 and (T < S or not fused and (on_cpu or T > v.size(-1))):  # way 1
         _reverse_mode_only("attention")
         own_k, own_v = new or (k, v)                                                     # the rows that get a gradient
@@ -892,8 +897,9 @@ def sample(logits, temperature, top_k, u):
 
 def draws(n, temperature, idx, generator):
     """sample()'s u for n tokens, (n, B, 1), drawn at once: drawing each when needed would make a GPU wait for the CPU at every token.
-    Zeros, not drawn, at temperature 0. Without a generator it makes one: sampling must not change a training run by the global one."""
-    generator = generator or torch.Generator().manual_seed(1337)
+    Zeros, not drawn, at temperature 0. Without a generator it makes one, as sampling must not change a training run: a copy of the
+    global one as torch.manual_seed() left it."""
+    generator = generator or torch.Generator().manual_seed(torch.initial_seed())
     if n < 0 or idx.dim() != 2 or not idx.size(1):
         raise ValueError(f"{n} tokens after a prompt of shape {tuple(idx.shape)}: expected 0 or more after 1 or more, (B, T)")
     u = torch.zeros(n, len(idx), 1, dtype=torch.float64, device=generator.device)

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from kernels import hadamard_path, triton
-from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, inputs_and_targets, load_checkpoint, lr_at, machine,
-                   param_groups, peak_flops, sample_text, schedule_notes)
+from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, fused_fits, inputs_and_targets, load_checkpoint, lr_at,
+                   machine, param_groups, peak_flops, sample_text, schedule_notes)
 from prepare_data import (Parser, StopSignal, check_source, die, dispensable, diverged, duration, end_progress, flag01, number, one_line,
                           progress, report, run, shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
 
@@ -151,7 +151,7 @@ def stepper(model, optimizer, s, m, accumulate):
     # launches are few beside theirs. Compiled attention by blocks seeds dropout on the CPU: a graph would freeze the seed
     c = model.config
     values = c.n_embd // c.n_head * (2 if c.attn == "dva" else 1)
-    by_blocks = (c.attn == "dva_outer" or values > 256) and c.block_size > values  # attention()'s way 1 on a GPU
+    by_blocks = not fused_fits(c.n_embd // c.n_head, values, c.attn == "dva_outer") and c.block_size > values  # attention()'s way 1 on a GPU
     graphs = s["compile"] and m.device.type == "cuda" and m.world == 1 and not (by_blocks and c.dropout)
 
     def add(micro_batch, loss):
