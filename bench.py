@@ -1124,8 +1124,8 @@ def bench_prefill(args):
 def bench_decode(args):
     """Greedy decoding with a static KV cache, timed as prefill is. First token: the prompt through the model. Then --new_tokens steps; on a
     GPU both with kernels launched one by one (eager) and all as one CUDA graph; graphs and compiled code have cuDNN's attention. Floor: all
-    weights and cached keys and values are read once a step, at the bandwidth of a copy in this run. Peak MiB: of eager steps. Last, SHAQ
-    byte by byte, medians."""
+    weights and cached keys and values are read once a step, at the bandwidth of a copy in this run. Peak MiB: of prompt and steps, not as a
+    graph. Last, SHAQ byte by byte, medians."""
     m, n = start(args), args.new_tokens
     copy = bandwidth(m)
 

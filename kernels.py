@@ -894,7 +894,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         "forward", "pre", "few"                _hadamard_kernel without pre, with it, for at most _FEW rows
         "grads", "backward"                    _hadamard_grads_kernel of alpha and beta, of x as well
         "norm", "norm few", "norm backward"    _hadamard_norm_kernel, for at most _FEW rows, its gradients
-    None for the first four kinds is the PyTorch path: without Triton; m above 28; d above 65536, which would spill; neither n_head nor
+    None for "grads" and the first line's is the PyTorch path: without Triton; m above 28; d above 65536, which would spill; neither n_head nor
     d / n_head a power of two (a mix over heads takes any); a mix over more than 64 heads, or of heads whose width is no multiple of 8. For the
     others None also where two kernels are better."""
     d, n_head, forward = operator.index(d), operator.index(n_head), kind in ("forward", "pre")
@@ -1053,8 +1053,8 @@ def _programs(N, plan, warps, device, kind):
         most = 16
     elif kind == "grads":
         most = 32 if plan["INNER"] else 48
-    else:  # fp32 rows of 2048 and 4096: 32 take 255
-        most = 31 if warps > 1 and plan["INNER"] else 32
+    else:
+        most = 31 if warps > 1 and plan["INNER"] else 32  # fp32 rows of 2048 and 4096: 32 take 255
     held = 8 if numbers > most else 16 if kind == "grads" and plan["INNER"] and warps == 1 else 12  # several warps a row: up to 168
     columns = _columns(plan) if "CW" in plan else 1
     return min(triton.cdiv(max(N, 1), plan["R"]), max(1, _multiprocessors(device) * max(1, held // warps) // columns))
@@ -1388,8 +1388,8 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
 
     x, residual (..., d), residual often wider; alpha, beta, weight, shift (d,), shift may be None: fp16, bf16, fp32 or fp64 each. Returns y in
     residual's dtype and its norm in x's, both (..., d). Differentiable to any order in all six. Errors as for hadamard_affine, and TypeError
-    if eps is None. Where hadamard_norm_is_fused, on a GPU with Triton, it is one pass, in bf16 of 8 bytes an element. Elsewhere plain PyTorch
-    moves 14 or more: there compile hadamard_affine, sum and norm, which move 12.
+    if eps is None. Where hadamard_norm_is_fused, on a GPU with Triton and not in fp64, it is one pass, in bf16 of 8 bytes an element. Elsewhere
+    plain PyTorch moves 14 or more: there compile hadamard_affine, sum and norm, which move 12.
     """
     _reverse_mode_only("hadamard_affine_norm")
     rows, before = _as_rows("hadamard_affine_norm", x), _as_rows("hadamard_affine_norm", residual, "residual")
@@ -2053,11 +2053,12 @@ def one_query_attention(q, k, v, mask=None):
     ValueError for other shapes (as with grouped queries), a mask of another kind, or several devices; NotImplementedError in forward mode."""
     _reverse_mode_only("one_query_attention")
     _check_devices("one_query_attention", *(t for t in (q, k, v, mask) if t is not None))
-    (B, h, *_, w), (*_, S, u) = q.shape, v.shape
-    if ((q.shape, k.shape, v.shape) != ((B, h, 1, w), (B, h, S, w), (B, h, S, u))
-            or mask is not None and not (mask.shape == (1, S) and mask.is_floating_point())):
+    fits = (q.dim() == k.dim() == v.dim() == 4 and q.size(2) == 1 and (q.shape[:2], q.size(3)) == (k.shape[:2], k.size(3))
+            and k.shape[:3] == v.shape[:3] and (mask is None or mask.shape == (1, k.size(2)) and mask.is_floating_point()))
+    if not fits:
         raise ValueError("one_query_attention: expected q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u) and a mask (1, S) of floats or None; "
                          f"got {', '.join(f'{tuple(t.shape)} in {t.dtype}' for t in (q, k, v, mask) if t is not None)}")
-    if UNTRIED and q.is_cuda and triton is not None and q.dtype in (torch.float32, torch.bfloat16, torch.float16) and max(w, u) <= 256:
+    if (UNTRIED and q.is_cuda and triton is not None and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and max(q.size(3), v.size(3)) <= 256):
         return _one_query(q, k, v, mask)
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)

@@ -1,7 +1,7 @@
 """
 The models of three papers. Every variant is a flag; the `if` that reads it stands beside the equation it selects.
 
-    GPT     decoder-only transformer; attn_out = dense | hadamard [1] | ours, as controls: head_hadamard, identity, none
+    GPT     decoder-only transformer; attn_out = dense | hadamard [1] | ours: head_hadamard, identity (a control), none
                                       attn     = mha | dva, dva_outer [2] | ours, as a control: dva_gate
     SHAQ    one attention head over LSTMs or quasi-recurrent nets with a memory; SHAQ_PRESETS holds every ablation   [3]
 
@@ -202,7 +202,8 @@ class TurnedHeads(torch.autograd.Function):
 
 
 def turns(qkv, table):
-    "Whether TurnedHeads takes heads()'s place: on a GPU with Triton, where gradients are wanted, but not under torch.func, which refuses it"
+    """Whether TurnedHeads takes heads()'s place: on a GPU with Triton, where gradients are wanted, but not under torch.func, which refuses it
+    (compiled code cannot ask, and takes it)"""
     return (table is not None and qkv.is_cuda and triton is not None and torch.is_grad_enabled()
             and (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None))
 
@@ -236,9 +237,9 @@ def plain_attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
 
 
 class Attention(nn.Module):
-    """Causal attention. config.attn chooses how: multi-head attention, or one of three forms of Dynamic Value Attention [2]. config.attn_out
-    chooses what stands in the place of the output projection W_O, see forward(); [2] has none. Vectors are rows. B is the query's position, A
-    the key's (in shapes B is the batch), S = softmax(Q K^T / sqrt(d_h)). Query B gets the sum over A of S(B, A) v_R(B, A):
+    """Causal attention. config.attn chooses how: multi-head attention, or Dynamic Value Attention [2] in its two forms or one of ours.
+    config.attn_out chooses what stands in the place of the output projection W_O, see forward(); [2] has none. Vectors are rows. B is the
+    query's position, A the key's (in shapes B is the batch), S = softmax(Q K^T / sqrt(d_h)). Query B gets the sum over A of S(B, A) v_R(B, A):
 
         mha        v_R(B, A) = v(A), the same for every query: the sum is S V
         dva        v_R(B, A) = v(A) + r(B, A), r(B, A) = q_R(B) * k_R(A), elementwise [2, eq. 6-8]. q_R(B) does not depend on A:
@@ -398,8 +399,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         "GPT-2's initialisation, all in one place. A parameter that no line below names is an error."
-        # The 2L branches (without mlp L; the same factor) add up in the residual stream, so each starts smaller by this factor, but for those
-        # that end in neither W_O nor alpha (dva, none)
+        # The 2L branches (without mlp L; the same factor) add up in the residual stream, so each starts smaller by this factor, but for
+        # attention's where that ends in neither W_O nor alpha (dva, none)
         branch = (2 * self.config.n_layer) ** -0.5
         for name, p in self.named_parameters():
             if name.endswith(("beta", ".bias")):
@@ -628,8 +629,8 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
     P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         q_r is None    out = P v                         v of any width
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
-    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any); q_r, k_r: None, or like q and k, with v like k. Over a memory that gets no
-    gradient, not with q_r: all_k, all_v (N, S, ..) are its rows and then the window's, k and v the window's alone; else None. seed: dropout's,
+    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any); q_r, k_r: None, or like q and k, with v like k. k, v, k_r are the
+    rows that get a gradient. all_k, all_v: None or, without q_r, (N, S, ..), the rows of a memory that gets none and then k, v. seed: dropout's,
     () int64 on the CPU, drawn by the caller so that a repeated forward pass gets the same one; None: no dropout, or the GPU's generator. keep:
     return each block's P as the second output, for the backward pass; otherwise that recomputes it, and memory is linear in T. In 16 bits
     scores are rounded, where PyTorch's fused operator keeps fp32: errors are 2 times as large if scores have standard deviation 1, 7 if 9."""
@@ -746,7 +747,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
     #    1.4 to 1.7 at T = 256, 0.9 at 1024). Elsewhere: heads and values up to 256. On a GPU one query without gradients or dropout asks
     #    kernels.py's one_query_attention, which takes the same operator unless kernels.UNTRIED.
     # 3. q k^T whole, in plain operations, for the rest: torch.compile makes 3 launches forward and 5 backward of it, but 13 and 18 of each block
-    #    with dropout. For T = 1 a fused kernel would have one multiprocessor read all of k and v.
+    #    with dropout. For T = 1 and heads too wide for way 2 a fused kernel would have one multiprocessor read all of k and v.
     on_cpu = q.device.type == "cpu"
     if on_cpu and T > 1:
         fused = q_r is None and q.size(-1) == v.size(-1) and not dropout and not torch.is_grad_enabled()

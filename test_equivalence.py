@@ -1596,7 +1596,8 @@ def test_attention_of_one_query_takes_its_kernel_on_a_gpu_without_gradients(monk
 def test_one_query_attention_refuses_what_its_kernel_would_misread():
     "By strides alone it would read past the keys' heads, leave later queries' rows unwritten, and take True in a mask for a score of 1"
     q, k, op = torch.randn(2, 4, 1, 8), torch.randn(2, 4, 5, 8), kernels.one_query_attention
-    for args in ((q, k[:, :1], k[:, :1], None), (k, k, k, None), (q[0], k, k, None), (q, k[0], k[0], None), (q, k, k[:, :, :4], None), (q, k[..., :4], k, None), (q, k[:1], k[:1], None),
+    for args in ((q, k[:, :1], k[:, :1], None), (k, k, k, None), (q[0], k, k, None), (q, k[0], k[0], None), (q[0, 0], k, k, None),
+                 (q, k, k[0, 0, 0], None), (q, k, k[:, :, :4], None), (q, k[..., :4], k, None), (q, k[:1], k[:1], None),
                  (q, k, k, torch.zeros(2, 1, 1, 5)), (q, k, k, torch.zeros(1, 4)), (q, k, k, torch.ones(1, 5, dtype=torch.bool))):
         refuses(lambda: op(*args), "one_query_attention: expected q (B, h, 1, w)")
     refuses(lambda: op(q, k, k, torch.zeros(1, 5, device="meta")), "all on one device")
@@ -5798,7 +5799,8 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
         flags = re.findall(r"--\w+", Path(script.__file__).read_text().rpartition("run(main, memory=")[2])
         assert len(script.parse([f"{flag}={({'--size': 'nano', '--compile': 0}).get(flag, 8)}" for flag in flags])) == len(flags) >= 3
     source, _, advice = Path(model_py.__file__).read_text().rpartition("run(main, memory=")
-    assert all(f'add("{flag}"' in source for flag in re.findall(r"--\w+", advice))
+    named = re.findall(r"--\w+", advice)
+    assert all(f'add("{flag}"' in source for flag in named) and len(named) >= 3
     for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), TypeError("a fault of ours"), KeyError("a key")):
         with pytest.raises(type(error)):
             ends(error)()
