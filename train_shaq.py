@@ -409,5 +409,5 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main, memory="--compile=0 where it is on, as recorded steps keep memory of their own; for a new run a smaller --bptt, --batch, --mem_len "
-                     "or, but for stage 2, --n_embd; for a resumed one, which keeps these, more processes")
+    run(main, memory="--compile=0 where it is on, as recorded steps keep memory of their own; for a new run a smaller --bptt, --batch, "
+                     "--mem_len or, but for stage 2, --n_embd; for a resumed one, which keeps these, more processes")
