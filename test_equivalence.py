@@ -3459,7 +3459,7 @@ def test_fopool_matches_float64_loop_with_all_gradients(B, T, H, act):
             assert h.dtype == c.dtype == dtype and h.is_contiguous()
             for x, r in zip((h, c, *grads), (h_ref, c_ref, *ref)):
                 assert (x.double() - r).abs().max() <= tol * r.abs().max().clamp_min(1)
-        assert dtype != torch.float64 or T > 1 or torch.autograd.gradcheck(lambda *x: _fo_call(x), inputs)
+        assert dtype != torch.float64 or B * T > 40 or torch.autograd.gradcheck(lambda *x: _fo_call(x), inputs)
         h, c = _fo_call([x.detach() for x in inputs[:-1]])  # no c0 is a c0 of zeros
         h0, c0 = _fo_call([x.detach() for x in inputs[:-1]] + [torch.zeros_like(inputs[-1])])
         assert torch.equal(h, h0) and torch.equal(c, c0)
