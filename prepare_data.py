@@ -128,6 +128,9 @@ def in_one_line(main, again, memory):
         if re.search("gloo.*Connection (closed by peer|reset)", str(e)):
             die("another process ended, so this one ends too; the error of that one, if it could print it, is above")
         if not out_of_memory(e):
+            if "NCCL" in str(e):
+                die(f"the processes' GPUs cannot talk ({str(e).splitlines()[0]}): if another process printed an error, that is why; else "
+                    "NCCL_DEBUG=INFO tells more, and NCCL_IB_DISABLE=1 goes without InfiniBand")
             raise
         die(f"out of memory: take {memory} ({str(e).splitlines()[0] if str(e) else 'MemoryError'})")
 
@@ -141,8 +144,11 @@ def report(text):
         warn(f"warning: stdout: {e.strerror}; going on without it")
 
 
-ELSEWHERE = {"--batch_size": "--batch_tokens", "--learning_rate": "--lr", "--max_iters": "--max_steps", "--max_lr": "--lr",
-             "--warmup_iters": "--warmup_steps", "--gradient_accumulation_steps": "--micro_batch", "--context_length": "--block_size"}
+ELSEWHERE = {"--batch_size": "--batch_tokens", "--total_batch_size": "--batch_tokens", "--device_batch_size": "--micro_batch",
+             "--gradient_accumulation_steps": "--micro_batch", "--sequence_length": "--block_size", "--context_length": "--block_size",
+             "--learning_rate": "--lr", "--max_lr": "--lr", "--warmup_iters": "--warmup_steps", "--lr_decay_iters": "--max_steps",
+             "--max_iters": "--max_steps", "--num_iterations": "--max_steps", "--eval_iters": "--eval_tokens",
+             "--val_loss_every": "--eval_interval"}
 
 
 def nearest(word, words):
@@ -743,8 +749,8 @@ def text_of(raw, name):
         die(f"{name} is not UTF-8 (byte {e.start:,}): convert it, or take --tokenizer=byte")
 
 
-def read(path, utf8=False):
-    """The bytes of a file; dies if it is missing, empty or, where utf8 is set, not UTF-8."""
+def read(path, utf8=None):
+    """The bytes of a file; dies if it is missing or empty. utf8: True to die, False to say so, if it is no UTF-8."""
     if not os.path.isfile(path):
         die(f"{path} does not exist or is not a file")
     raw = pathlib.Path(path).read_bytes()
@@ -754,6 +760,12 @@ def read(path, utf8=False):
         die(f"{path} is a file of tokens, expected text: a folder of such files wants only a meta.json, like those that this script writes")
     if utf8:
         text_of(raw, path)
+    elif utf8 is not None:
+        try:
+            raw.decode()
+        except UnicodeDecodeError as e:
+            warn(f"note: {path} is no UTF-8 text (byte {e.start:,}), so its bytes are taken as they are: if it is packed, unpack it; if it "
+                 "holds tokens, prepare their text")
     return raw
 
 

@@ -24,6 +24,7 @@ import runpy
 import shlex
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -1623,6 +1624,12 @@ def test_gpt_sees_no_later_token_and_rope_only_distances():
         assert torch.equal(model_py.rope(x, cos, sin), model_py.rope(x.contiguous(), cos, sin))  # of any strides
     with patched(torch.compiler, "is_compiling", lambda: True), patched(torch, "view_as_complex", None):  # which inductor could not fuse
         model_py.rope(torch.randn(2, 40, 3, 8).as_subclass(OnCuda), cos, sin)
+    q, k = randn(1, 40, 3, 8), randn(1, 40, 3, 8)  # Llama's pairs are i and i + 4: with each head's rows in this order the scores are the same
+    order = torch.arange(8).view(2, 4).T.flatten()
+    half = lambda x: torch.cat((-x[..., 4:], x[..., :4]), -1)
+    llama = [x * cos.repeat(1, 1, 2) + half(x) * sin.repeat(1, 1, 2) for x in (q, k)]
+    ours = [model_py.rope(x[..., order], cos, sin) for x in (q, k)]
+    assert error(*(torch.einsum("bthw,bshw->bhts", *pair) for pair in (ours, llama))) < 1e-6
     far = torch.arange(100_001, dtype=torch.float64)[:, None, None] * 10000 ** (-torch.arange(4, dtype=torch.float64) / 4)
     for table, exact in zip(model_py.rope_table(100_001, 8), (far.cos(), far.sin())):
         assert (table - exact).abs().max() < 4e-8  # rounded once
@@ -3052,6 +3059,20 @@ def test_train_says_that_so_little_text_is_read_too_often(train, data_dir, monke
     assert "so little text" not in said[1] + train("--resume", out="3200")[1]
 
 
+def test_run_takes_no_network_and_no_tiktoken_for_bytes(either, tmp_path, monkeypatch, capsys):
+    "From a text to a sample, with a laptop in a train"
+    _, run = either
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    monkeypatch.setattr(socket.socket, "connect", unittest.mock.Mock(side_effect=AssertionError("a connection")))
+    (tmp_path / "own.txt").write_bytes(random_words(3000))
+    pd.main(["--input", str(tmp_path / "own.txt"), "--name=own", f"--data_dir={tmp_path}/own"])
+    ended(run("--dataset=own", f"--data_dir={tmp_path}/own", "--max_steps=1"))
+    monkeypatch.setattr(sys, "argv", ["model.py", f"--ckpt={tmp_path}/out/ckpt.pt", "--tokens=3", "--prompt=ab", "--device=cpu"])
+    capsys.readouterr()
+    model_py.main()
+    assert re.match("ab...", capsys.readouterr().out, re.S)
+
+
 def test_train_knows_what_other_scripts_call_its_flags(capsys):
     for theirs, ours in pd.ELSEWHERE.items():
         fails(capsys, lambda: train_gpt.parse([f"{theirs}=1"]), f"unknown flag {theirs}; did you mean {ours}?", status=2)
@@ -3929,6 +3950,20 @@ def test_shaq_mean_memory_is_eq_1_to_4():
         H[:, :4].mean(1, keepdim=True), H[:, 4:]], 1))
     a, b = (torch.autograd.grad(y.square().sum(), H)[0] for y in (attn(h, H)[0], torch.cat(loop, 1)))
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_shaq_qrnn_takes_the_authors_weights_as_its_docstring_says():
+    "pytorch-qrnn's layer written out: inputs x_t, x_(t-1), and f for 1 - f"
+    d, x = 6, randn(2, 9, 6)
+    W, b = randn(3 * d, 2 * d), randn(3 * d)
+    z, f, o = F.linear(torch.cat((x, F.pad(x, (0, 0, 1, -1))), -1), W, b).chunk(3, -1)
+    c, h = torch.zeros(2, d, dtype=torch.float64), []
+    for t in range(9):
+        c = f[:, t].sigmoid() * z[:, t].tanh() + (1 - f[:, t].sigmoid()) * c
+        h.append(o[:, t].sigmoid() * c)
+    qrnn, sign = model_py.QRNN(SHAQConfig(n_embd=d)).double(), torch.tensor([1.0, -1.0, 1.0]).repeat_interleave(d)
+    qrnn.load_state_dict({"conv.weight": sign[:, None] * torch.cat((W[:, d:], W[:, :d]), 1), "conv.bias": sign * b})
+    assert error(qrnn(x)[0].detach(), torch.stack(h, 1)) < 1e-12
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -5515,7 +5550,9 @@ def test_data_own_text_splits_and_drops_the_byte_order_mark(tmp_path, capsys):
     (tmp_path / "b.bin").write_bytes(raw[-256:])
     argv = ["--input", str(tmp_path / "a.txt"), str(tmp_path / "b.bin"), "--name=mine", f"--data-dir={tmp_path / 'd'}"]
     pd.main(argv)
-    assert f"train_gpt.py --dataset=mine --data_dir={shlex.quote(str(tmp_path / 'd'))} --out_dir=out/mine\n" in capsys.readouterr().out
+    said, noted = capsys.readouterr()
+    assert f"train_gpt.py --dataset=mine --data_dir={shlex.quote(str(tmp_path / 'd'))} --out_dir=out/mine\n" in said
+    assert re.findall(r"note: (\S+) is no UTF-8 text \(byte (\d+)\)", noted) == [(argv[2], "128")]  # none of a.txt
     d = pd.load_dataset("mine", str(tmp_path / "d"))
     fails(capsys, lambda: pd.main(["--input", str(tmp_path / "d" / "mine" / "train.bin"), "--name=b"]), "is a file of tokens, expected text")
     with pytest.raises(KeyError):
@@ -5524,7 +5561,7 @@ def test_data_own_text_splits_and_drops_the_byte_order_mark(tmp_path, capsys):
     assert np.concatenate([d.train[:], d.val[:]]).astype(np.uint8).tobytes() == raw
     assert len(d.train) == len(raw) * 9 // 10
     with patched(pd, "tokenize", lambda *a: np.broadcast_to(np.uint16(0), 2**31)):  # more tokens than a header can count
-        fails(capsys, lambda: pd.main(argv), "train has 2,147,483,648 tokens", "take less text, or --tokenizer=gpt2")
+        fails(capsys, lambda: pd.main([*argv[:2], *argv[3:]]), "train has 2,147,483,648 tokens", "take less text, or --tokenizer=gpt2")
     assert len(pd.load_dataset("mine", str(tmp_path / "d")).train) == len(d.train)  # what was there stays whole
     shutil.copy(tmp_path / "d/mine/train.bin", tmp_path / "d/mine/val.bin")
     fails(capsys, lambda: pd.load_dataset("mine", str(tmp_path / "d")), "does not describe")
@@ -5782,6 +5819,7 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
         *((RuntimeError(f"[../gloo/transport/tcp/pair.cc:553] Connection {what} by peer [::1]:1"), "another process ended")
           for what in ("closed", "reset")),
         (RuntimeError("Storage size calculation overflowed with sizes=[9]"), "out of memory"),
+        (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:9, unhandled system error\nLast error:"), "GPUs cannot talk (NCCL error in", "NCCL_DEBUG"),
         (OSError(errno.ENOENT, "No such file", "x/y"), "is the folder"),
         *((OSError(n, os.strerror(n), "x/y"), "x/y: ", "; choose what you may read") for n in (errno.EACCES, errno.EPERM)),
         (OSError(errno.EROFS, "Read-only file system", "x/y"), "x/y: Read-only file system; choose a place you may write to"),
