@@ -4629,6 +4629,16 @@ def test_train_resume_with_other_data_of_that_name_is_one_line(either, run_here,
         one_line(run("--resume", "--max_steps=9", f"--data_dir={tmp_path / 'data'}"), *words, "prepare the same data")
 
 
+def test_train_says_where_the_loss_was_lowest(train, monkeypatch):
+    for values, note in (((5.0, 3.0, 3.1), True), ((5.0, 3.0, 3.05), False), ((5.0, 3.0, 2.0), False)):
+        values = iter(values)
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gpt, "evaluate", lambda *a: next(values))
+            said = ended(train("--max_steps=6", "--eval_interval=3", out=f"at {note}"))[1]
+        assert ("note: validation loss was lowest at step 3, 3.0000, and has risen since" in said) == note
+    assert "lowest" not in ended(train("--resume", out="at True"))[1]  # which evaluates nothing
+
+
 def test_train_saves_take_no_more_than_a_tenth_of_the_time_and_the_last_comes_anyway(either, tmp_path, monkeypatch):
     "A step takes a second, writing ckpt.pt 0.35: then none comes for 3.5. A kill leaves a checkpoint that the log is cut back to"
     script, run = either

@@ -341,7 +341,7 @@ def main():
     spent, counted = 0.0, 0  # seconds and number of timed steps, evaluation and saving apart
     asked = None if s["paced"] else s["max_steps"]  # None: a resumed run keeps its schedule
     about = "about " * (data.tokenizer != "byte" and s["eval_tokens"] < len(data.val) - 1)  # as bytes per token are the whole split's
-    step = first
+    lowest, step = (np.inf, 0), first  # validation loss since this start, its step
     while True:
         last = step >= s["max_steps"]
         if step != evaluated and (last or step % s["eval_interval"] == 0):
@@ -360,7 +360,7 @@ def main():
                 if not m.all(not stop.at):
                     stopped(m, path, step, save, say)
                 say(f"step {step}/{s['max_steps']}  training split: {more['train_loss']:.4f} nats per {data.unit}")
-            evaluated = step
+            evaluated, lowest = step, min(lowest, (val, step))
             log(step=step, val_loss=val, perplexity=float(np.exp(val)), bits_per_byte=bits, **more)
             if last or step and m.all(time.perf_counter() >= due):
                 began = time.perf_counter()
@@ -397,6 +397,9 @@ def main():
         shorten(s, asked, step, pace, say)
 
     # at the end: a sample, and where everything lies
+    if lowest[0] < np.inf and val > 1.02 * lowest[0]:
+        say(f"note: validation loss was lowest at step {lowest[1]}, {lowest[0]:.4f}, and has risen since: take fewer steps, a smaller model or "
+            "more text")
     if m.device.type == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB, {torch.cuda.max_memory_reserved() / 2**30:.2f} reserved")
     m.leave()
