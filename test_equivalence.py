@@ -7822,8 +7822,8 @@ HADAMARD_CODE = [(most, kind, sm, dtype, d, bench.HEADS.get(d, d // 128), *more)
     # most instructions an element (gradients: in the loop), a little above what Triton 3.6 to 3.9 give
     "forward": [(23, 75, "fp16", 768, False), (19, 90, "fp32", 1024, False), (13, 90, "bf16", 768, True),
                 (17, 80, "bf16", 1536, True), (21, 75, "fp32", 768, False), (26, 100, "bf16", 1536, False), (21, 90, "bf16", 2048, False),
-                (24, 80, "bf16", 3072, False)],
-    "pre": [(23, 75, "fp16", 768, False)],
+                (24, 80, "bf16", 3072, False), (24, 90, "bf16", 768, False), (22, 90, "bf16", 1024, False)],  # the last two: tiny's and small's
+    "pre": [(23, 75, "fp16", 768, False), (26, 90, "bf16", 1536, False)],
     # on tensor cores
     "dots forward": [(13, 90, "bf16", 768, False), (12, 100, "fp16", 1024, False), (13, 90, "bf16", 1536, False), (13, 80, "bf16", 2048, False),
                      (18, 90, "bf16", 2560, False), (14, 100, "bf16", 3072, False), (13, 90, "bf16", 4096, False)],
