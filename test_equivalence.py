@@ -247,7 +247,7 @@ def test_hadamard_affine_and_gradients_are_the_dense_layers(d, n_head, heads_onl
 def test_hadamard_gradcheck_twice(d, n_head, heads_only):
     inputs = randn(3, d, grad=True), randn(d, grad=True), randn(d, grad=True)
     call = lambda *t: hadamard_affine(*t, n_head, heads_only)
-    assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
+    assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
     found = []
     for y in (call(*inputs), inputs[1] * (inputs[0] @ layer_matrix(d, n_head, heads_only)) + inputs[2]):  # a loss of y and of its gradients
         first = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
@@ -271,7 +271,7 @@ def test_hadamard_affine_norm_is_its_parts(rms, shifted):
         y = residual + hadamard_affine(x, alpha, beta, n_head)
         return y, F.rms_norm(y, (d,), weight, 1e-5) + shift if rms else F.layer_norm(y, (d,), weight, shift, 1e-5)
 
-    assert all(error(a, b) < 1e-12 for a, b in zip(fused(*leaf), parts(*leaf))) and torch.autograd.gradcheck(fused, leaf, fast_mode=True)
+    assert all(error(a, b) < 1e-12 for a, b in zip(fused(*leaf), parts(*leaf))) and torch.autograd.gradcheck(fused, leaf)
     assert torch.autograd.gradgradcheck(fused, leaf, fast_mode=True)  # along random directions, none of which a mistake escapes
     # third derivatives; PyTorch's norms have wrong ones, so they are written out
     y = leaf[0] + hadamard_affine(leaf[1], *leaf[2:4], n_head)
