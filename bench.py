@@ -48,8 +48,9 @@ import train_shaq
 from kernels import (hadamard_affine, hadamard_affine_norm, hadamard_matrix, hadamard_norm_is_fused, hadamard_path, hadamard_transform,
                      qrnn_pool)
 from model import (CHOICES, GPT, QRNN, SHAQ, SHAQ_PRESETS, SIZES, GPTConfig, SHAQConfig, attention, beside, captured, evaluating,
-                   inputs_and_targets, load_checkpoint, lr_at, machine, model_of, peak_flops, processor)
-from prepare_data import (Parser, die, encode, end_progress, flag01, git_commit, load_dataset, nearest, number, one_line, progress, run, warn)
+                   inputs_and_targets, load_checkpoint, lr_at, machine, model_of, peak_flops, plain_attention, processor)
+from prepare_data import (Parser, die, encode, end_progress, flag01, git_commit, load_dataset, nearest, number, one_line, out_of_memory,
+                          progress, run, warn)
 
 # -----------------------------------------------------------------------------
 # What the papers say
@@ -183,10 +184,12 @@ class Joined(argparse.Action):
 
 @contextlib.contextmanager
 def fits(what):
-    "If the code inside runs out of GPU memory, leave its rows out of the table and go on with all else, later commands too"
+    "If the code inside runs out of memory, leave its rows out of the table and go on with all else, later commands too"
     try:
         yield
-    except torch.OutOfMemoryError as e:
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
+            raise
         end_progress()
         warn(f"note: no rows for {what}: {str(e).splitlines()[0]}")
 
@@ -843,8 +846,6 @@ def pool_rows(args, m, B, T, H):
 
 def attention_rows(args, m, B, T, d):
     "12 heads, as in an ordinary layer, against dva (one head of width d, values [V, K_R]) in each way to compute it, and its outer form"
-    past = torch.ones(T, T, dtype=torch.bool, device=m.device).tril()
-
     def split(f, h, *widths):
         return lambda x: f(*(t.unflatten(-1, (h, -1)).transpose(1, 2) for t in x.split(widths, -1))).transpose(1, 2).flatten(2)
 
@@ -854,12 +855,9 @@ def attention_rows(args, m, B, T, d):
             return torch.addcmul(y, q_r, y_r)
         return split(call, 1, d, d, 2 * d, d)
 
-    def plain(q, k, v):
-        return (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~past, -math.inf).softmax(-1) @ v
-
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
     layers = {"12 heads": split(attention, 12, d, d, d), "12 heads, PyTorch's operator": split(sdpa, 12, d, d, d),
-              "dva": dva(attention), "dva, PyTorch's operator": dva(sdpa), "dva, all T x T in memory": dva(plain),
+              "dva": dva(attention), "dva, PyTorch's operator": dva(sdpa), "dva, all T x T in memory": dva(plain_attention),
               "dva_outer": split(attention, 1, d, d, d, d, d)}
     three, five, dy = (ring(lambda n=n: torch.randn(B, T, n * d, device=m.device).to(m.dtype)) for n in (3, 5, 1))
     time_layers(args, m, f"causal attention, B {B}, T {T}, d {d}, as model.py does it but where said", dict(op="attention", B=B, T=T, d=d),
@@ -1253,7 +1251,7 @@ def bench_train(args):
     def measure(kind, vocabulary, variants):
         if args.compile:
             fresh_compiler()
-        data = SimpleNamespace(train=np.random.default_rng(0).integers(0, vocabulary, 2**22), vocab_size=vocabulary)
+        data = SimpleNamespace(train=np.random.default_rng(0).integers(0, vocabulary, 2**24), vocab_size=vocabulary)
         trainers, graphs, memory, rates = {}, {}, {}, {}
         for name, v in variants.items():
             trainers[name] = t = Trainer(kind, v, data, m, 1, compiled=args.compile)
@@ -1756,9 +1754,7 @@ def plot_compare(plt, rows):
     "Validation loss of each variant, mean over seeds with its standard error, against three measures of cost; SHAQ's ablations once more"
     base = {r["seed"]: r["val_loss"] for r in rows if r["index"] == 0}
     whole = {s for s in base if sum(r["seed"] == s for r in rows) == len({r["index"] for r in rows})}
-    rows = sorted((r for r in rows if r["seed"] in (whole or base)), key=lambda r: r["seed"])  # the rest is of a seed that was interrupted
-    if not rows:
-        return warn("note: compare's last run holds none of the baseline yet, so there is no figure of it")
+    rows = sorted((r for r in rows if r["seed"] in whole), key=lambda r: r["seed"])  # the rest is of a seed that was interrupted
     variants = dict(sorted({r["index"]: r["variant"] or "default" for r in rows}.items()))
     fig, axes = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
     for i, name in variants.items():

@@ -258,8 +258,7 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
     "alpha * scale * ((pre * x) @ H) + beta; alpha, beta, pre may be None; beta and kept want alpha. kept (N, d) is filled with x @ H"
     if x.numel() <= 2 ** 15 and beta is not None and pre is None and kept is None:
         return _few_rows_torch(x, alpha, beta, scale, n_head, heads_only)
-    if x.dtype == torch.float16:  # x H may pass 65504 where the result does not; on a CPU fp32 products are faster, too
-        assert kept is None, "x H may not fit fp16"
+    if x.dtype == torch.float16:  # x H may pass 65504 where the result does not, so kept is None; on a CPU fp32 products are faster, too
         return _transform_torch(x.float(), alpha, beta, pre, scale, n_head, heads_only).to(x.dtype)
     r, transform = _blocks(x, n_head, heads_only)
     out = x.new_empty(x.shape)  # not empty_like: it would keep a transposed row's strides (d = 1), which views below may refuse
@@ -283,8 +282,7 @@ def _transform_torch(x, alpha, beta, pre, scale, n_head, heads_only, kept=None):
 
 def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     "-> (dalpha, dbeta). Given alpha, x is the x @ H that forward kept -> (dx, dalpha, dbeta), for which dy is read only once"
-    if x.dtype == torch.float16:  # as in _transform_torch
-        assert alpha is None, "x H may not fit fp16"
+    if x.dtype == torch.float16:  # as in _transform_torch; nothing was kept, so alpha is None
         return _grads_torch(x.float(), dy.float(), scale, n_head, heads_only)
     r, transform = _blocks(x, n_head, heads_only)
     wide = torch.promote_types(x.dtype, torch.float32)

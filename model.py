@@ -1048,7 +1048,8 @@ def each(state, f):
     "A state with f(t) in the place of every tensor t"
     if isinstance(state, torch.Tensor):
         return f(state)
-    return type(state)(each(s, f) for s in state) if isinstance(state, (list, tuple)) else state
+    make = getattr(state, "_make", type(state))  # a Ring is a named tuple
+    return make(each(s, f) for s in state) if isinstance(state, (list, tuple)) else state
 
 
 def detach_state(state):

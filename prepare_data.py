@@ -240,7 +240,7 @@ def write_or_warn(path, write):
             raise e.__context__ from None
         if isinstance(e, RuntimeError) and isinstance(e.__context__, OSError):
             e = e.__context__  # torch.save turns a full disk into a RuntimeError that does not name it
-        warn(f"warning: could not write {path} ({getattr(e, 'strerror', None) or str(e).splitlines()[0]}); "
+        warn(f"warning: could not write {path} ({getattr(e, 'strerror', None) or (str(e).splitlines() or [type(e).__name__])[0]}); "
              f"{'the one before it stays' if os.path.exists(path) else 'free some space'}")
         return False
 
@@ -741,12 +741,15 @@ def pysource():
     return b"".join(pathlib.Path(files[name]).read_bytes() for name in order), about
 
 
-def text_of(raw, name):
-    """UTF-8 bytes -> str, or one line that names the first bad byte."""
+def text_of(raw, name, must=True):
+    """UTF-8 bytes -> str; others: one line that names the first bad byte, and the end or, unless they must be UTF-8, None."""
     try:
         return raw.decode()
     except UnicodeDecodeError as e:
-        die(f"{name} is not UTF-8 (byte {e.start:,}): convert it, or take --tokenizer=byte")
+        if must:
+            die(f"{name} is not UTF-8 (byte {e.start:,}): convert it, or take --tokenizer=byte")
+        warn(f"note: {name} is no UTF-8 text (byte {e.start:,}), so its bytes are taken as they are: if it is packed, unpack it; if it "
+             "holds tokens, prepare their text")
 
 
 def read(path, utf8=None):
@@ -758,14 +761,8 @@ def read(path, utf8=None):
         die(f"{path} is empty")
     if raw[:8] == np.array([MAGIC, VERSION], "<i4").tobytes():
         die(f"{path} is a file of tokens, expected text: a folder of such files wants only a meta.json, like those that this script writes")
-    if utf8:
-        text_of(raw, path)
-    elif utf8 is not None:
-        try:
-            raw.decode()
-        except UnicodeDecodeError as e:
-            warn(f"note: {path} is no UTF-8 text (byte {e.start:,}), so its bytes are taken as they are: if it is packed, unpack it; if it "
-                 "holds tokens, prepare their text")
+    if utf8 is not None:
+        text_of(raw, path, must=utf8)
     return raw
 
 

@@ -4264,7 +4264,7 @@ def test_shaq_generation_is_one_graph(preset):
     with torch.no_grad(), torch._dynamo.config.patch(allow_rnn=True):
         step = torch.compile(model.advance, fullgraph=True, dynamic=False,
                              backend=lambda graph, inputs: graphs.append(1) or graph)
-        state = model.rings(model(torch.randint(11, (2, 5)))[1], 100)
+        state = model_py.each(model.rings(model(torch.randint(11, (2, 5)))[1], 100), torch.clone)  # a ring stays one
         for _ in range(12):
             step(torch.randint(11, (2, 1)), state)
         few = model.rings(model(torch.randint(11, (2, 3)))[1], 2)  # with room for what comes, not for all that there may be
@@ -7072,7 +7072,7 @@ def test_bench_goes_on_past_what_does_not_fit(argv, names, rows, tmp_path, capsy
     for name in ("affine_rows", "pool_rows", "attention_rows", "inference_model", "Trainer"):
         monkeypatch.setattr(bench, name, partial(limited, f=getattr(bench, name)))
     monkeypatch.setattr(bench, "timed", lambda work, *a, **kw: {k: np.ones(3) for k in work})
-    monkeypatch.setattr(bench, "generate_rows", unittest.mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried\nto")))
+    monkeypatch.setattr(bench, "generate_rows", unittest.mock.Mock(side_effect=RuntimeError("CUDA out of memory. Tried\nto")))  # as a CPU's is
     assert len(bench_run(tmp_path, *argv)) == rows
     assert re.findall("no rows for (.*): CUDA out of memory. Tried$", capsys.readouterr().err, re.M) == names
     monkeypatch.setattr(bench, "affine_rows", unittest.mock.Mock(side_effect=RuntimeError("another fault")))
@@ -7749,7 +7749,6 @@ def test_bench_plot_draws_what_the_records_say(capsys):
     (_, fig), = bench.plot_compare(plt, [r for r in rows if (r["index"], r["seed"]) not in ((0, 3), (1, 2))])  # interrupted in seed 3
     (d, _), = fig.axes[3].lines[0].get_xydata()
     assert d == -1.0 and [line.get_ydata().tolist() for line in fig.axes[0].lines] == [[4], [3]]  # of seed 1 alone
-    assert not [*bench.plot_compare(plt, [r for r in rows if r["index"]])] and "none of the baseline" in capsys.readouterr().err
     (_, fig), = bench.plot_compare(plt, [rows[0] | dict(index=i, variant=str(i), bytes_per_token=1.0) for i in range(9)])  # more than there are colours
     assert [line.get_linestyle() for line in fig.axes[0].lines] == 8 * ["-"] + ["--"]
     assert fig.axes[3].lines[-2].get_fillstyle() == "left" != fig.axes[3].lines[0].get_fillstyle()
