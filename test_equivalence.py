@@ -381,7 +381,8 @@ def test_hadamard_gradients_of_vectors_are_summed_block_by_block():
     "Row after row, equal gradients would be 3e-4 off in fp32"
     dy, u = torch.full((2**15, 768), 0.1), torch.full((2**15, 768), 3.0)
     dx, dalpha, dbeta = kernels._grads_torch(u, dy, 1.0, 1, False, torch.ones(768))
-    assert error(dbeta, dy.double().sum(0)) < 1e-5 and error(dalpha, (u.double() * dy).sum(0)) < 1e-5
+    exact = len(dy) * dy[0].double()
+    assert error(dbeta, exact) < 1e-5 and error(dalpha, 3 * exact) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -912,7 +913,7 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
         at_once = [pre] if kernels._plan(d, n_head, heads_only, 8 * dtype.itemsize, "backward") else []
         *dx, dalpha, dbeta = kernels._grads_triton(x, dy, scale, n_head, heads_only, *at_once)
         u = (pre * x.double()) @ H
-        plain = [(None, None, u), (alpha, None, alpha * u)] * (dtype != torch.float32)  # without alpha and beta, in 16 bits
+        plain = [(None, None, u), (alpha, None, alpha * u)] * (dtype == torch.float16 or dtype == torch.bfloat16 and d < 100)  # without alpha and beta
         for y, exact in (*((kernels._transform_triton(x, a, b, pre, scale, n_head, heads_only), exact)
                            for a, b, exact in [(alpha, beta, alpha * u + beta), *plain]),
                          *((y, (pre * dy.double()) @ H) for y in dx)):
@@ -1235,7 +1236,7 @@ def test_gpt_dropout_is_off_in_eval_and_on_in_training(monkeypatch):
     assert torch.equal(m(idx), m(idx))  # that of attention's weights, which is no module, follows
     for part in drops:
         part.train().p = 0.0
-    assert torch.equal(m(idx), m(idx))  # as fine-tuning may set it: that of attention's weights, which is no module, follows
+    assert torch.equal(m(idx), m(idx))  # as fine-tuning may set it
 
 
 @pytest.mark.parametrize("p, dtype", [(0.1, torch.float32), (0.75, torch.bfloat16), (0.0, torch.float32), (1.0, torch.float32)])
@@ -1700,7 +1701,7 @@ def test_gpt_blocked_attention_is_the_literal_one(T, past, wide, outer):
         assert error(a, b) < 1e-12 and error(a, c) < 1e-12
     new = None if outer else [t.detach()[:, past:].requires_grad_() for t in (k, v)]  # k and v before these are a memory, without gradients
     # among others, that torch.compile may take it; one block and two
-    check = torch.library.opcheck if T == 129 or (T, past) == (2, 3) or T == 2 and not outer else lambda *a: None
+    check = torch.library.opcheck if T == 129 or (T, past) == (2, 0) else lambda *a: None
     for keep in (False, True):
         check(blocked_attention, (q, k, r, v, u, None, None, None, 0.0, keep))
         if new:
@@ -2265,7 +2266,7 @@ def test_gpt_wide_heads_on_a_gpu_take_plain_attention_while_scores_are_small(T, 
 
 @pytest.mark.parametrize("config", [dict(), dict(norm="rmsnorm"), dict(bias=False, attn_out="head_hadamard"),
                                     dict(n_embd=60, n_head=6)])  # no H_6: H_60 does not split by heads
-def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
+def test_gpt_block_in_one_pass_is_the_block_in_two(config):
     "Mix, scale, bias, residual and the next norm: on a GPU one operator, logits and all gradients as without it"
     m, idx, results = make(double=True, **dict(attn_out="hadamard") | config), torch.randint(0, 97, (2, 9)), []
     for block in m.h:
@@ -2289,10 +2290,14 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
             cache = m.new_cache(2, 16)
             y = [m(x[:, :5], cache=cache)] + [m(x[:, i:i + 1], cache=cache, pos=torch.tensor([i])) for i in range(5, 9)]
             assert error(torch.cat(y, 1).as_subclass(torch.Tensor), m(idx)) < 1e-12
+
+
+def test_gpt_block_in_one_pass_leaves_to_two_what_is_not_its_own(monkeypatch):
     class Shifted(nn.LayerNorm):
         def forward(self, x):
             return super().forward(x) + 1
 
+    idx = torch.randint(0, 97, (2, 9))
     m = make(double=True, attn_out="hadamard", dropout=0.5).train()  # the one pass has no dropout in it
     other, seen = make(double=True, attn_out="hadamard", n_layer=10), []  # nor a norm or an attention that is another's, or has a hook
     for block in [*m.h, *other.h]:
@@ -2320,7 +2325,7 @@ def test_gpt_block_in_one_pass_is_the_block_in_two(config, monkeypatch):
         block.register_forward_hook(lambda block, x, y: dtypes.append(y.dtype))
     for name, real in (("hadamard_affine", hadamard_affine), ("hadamard_affine_norm", hadamard_affine_norm)):
         monkeypatch.setattr(model_py, name, lambda y, *a, real=real: dtypes.extend(t.dtype for t in a if isinstance(t, torch.Tensor)) or real(y, *a))
-    for x, vectors in ((idx, 2), (idx.as_subclass(IsCuda), 5)):  # alpha, beta; with the residual and the norm's
+    for x, vectors in ((idx[:1, :2], 2), (idx[:1, :2].as_subclass(IsCuda), 5)):  # alpha, beta; with the residual and the norm's
         dtypes.clear()
         with torch.autocast("cpu", torch.bfloat16):
             m(x)
@@ -3563,7 +3568,7 @@ def test_fopool_triton_equals_torch(B, T, H, act, segments, warps, dtype, tol, m
     inputs, dh, dc = _fo_inputs(B, T, H, act, dtype)
     *banks, c0 = inputs
     assert kernels._fo_plan(*(banks[0].chunk(3, -1) if act else banks))[3][1] == segments
-    for c, *given in ((c0, dh, dc), (c0, dh, None), (None, torch.zeros_like(dh), dc))[:3 if dtype == torch.float32 else 1]:
+    for c, *given in ((c0, dh, dc), (c0, dh, None), (None, torch.zeros_like(dh), dc))[:3 if dtype == torch.float32 and T != 18 else 1]:
         for x, r in zip(*(_fo_passes(path, banks, c, *given, act) for path in ("triton", "torch"))):
             assert x.dtype == r.dtype and (x - r).abs().max() <= tol * r.abs().max()
 
@@ -3658,7 +3663,7 @@ def test_fopool_triton_composes_many_segments(monkeypatch, inside):
 
     monkeypatch.setattr(kernels, "FO_CHUNK", 4)
     monkeypatch.setattr(kernels, "_fo_plan", short)
-    B, T, H = 2, 4 * 9 + 1, 5
+    B, T, H = 1, 4 * 9 + 1, 5
     (z, f, o, c0), dh, dc = _fo_inputs(B, T, H, False, torch.float64)
     z, o, c0, dh, dc = (x / 3 for x in (z, o, c0, dh, dc))  # no fp32 holds them
     for x, r in zip(*(_fo_passes(path, (z, 1 - f / 16, o), c0, dh, dc, False) for path in ("triton", "torch"))):
@@ -5059,6 +5064,8 @@ def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengt
     assert any("fo_pool" in n for n in nodes) == (preset == "shaq") and any("sigmoid" in n for n in nodes) == (preset == "mean_mem")
     assert any("ln_mem" in n for n in nodes)  # the block itself is compiled, round them
     assert not any("lstm" in n for n in nodes) and any("W_q" in n for n in nodes)  # nor is attention, but for its queries
+    if preset == "shaq":  # the other has both of the methods that compile() replaces
+        return
     calls = []
     for block in models[1].blocks:
         block.register_forward_hook(lambda *a: calls.append(1))
@@ -5104,7 +5111,7 @@ def test_train_shaq_compiled_is_not_compiled(train_shaq_here, tmp_path, monkeypa
     monkeypatch.setattr(SHAQ, "compile", partialmethod(SHAQ.compile, backend="eager"))
     curves, kept = [], []
     for flag in (0, 1):
-        status, said, _, log = train_shaq_here("--preset=sharnn", "--n_layer=1", "--attn_layers=1", "--dropout=0", "--max_steps=5",
+        status, said, _, log = train_shaq_here("--preset=shaq", "--n_layer=1", "--attn_layers=1", "--dropout=0", "--max_steps=5",
                                                f"--compile={flag}")
         assert status == 0 and (counters["stats"]["unique_graphs"] > 0) == flag == (", compiled; MFU" in said)
         curves.append(losses(log)[0])
@@ -6128,7 +6135,9 @@ def test_help_and_readme_name_commands_that_the_scripts_take(tmp_path, monkeypat
     assert len(lines) > 40
     lines += re.findall("`(python [^`]+)`", readme)
     lines += re.findall("^ +((?:python|torchrun) .*?)(?:   |$)", "\n".join(s.__doc__ or "" for s in scripts.values()), re.M)
-    for names in re.findall(r'`[^`]*-k "?([\w ]+?)"?`', readme):
+    words = re.findall(r'`[^`]*-k "?([\w ]+?)"?`', readme)
+    assert len(words) >= 3
+    for names in words:
         assert all(name == "or" or re.search(rf"def test_\w*{name}", tests) for name in names.split()), names
     for line, words in ((line, shlex.split(part, comments=True)) for line in lines for part in line.split(" && ")):
         at = next((i for i, word in enumerate(words) if word in scripts), None)
@@ -6708,9 +6717,9 @@ def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data, capsys, mon
                 assert len(t.tokens) == (0 if model == "gpt" else math.ceil(t.model.config.mem_len / 16))
             return dict(enumerate(np.array([[3.0, 3.0, 9.0], [2.0, 1.0, 2.0]])))  # medians of 3 and 2
 
-        done, real = [], bench.Peak
+        done, real, held = [], bench.Peak, lambda: any(t() for t in done)
         with (patched(bench, "timed", took),  # whose models are gone before a run's memory is measured
-              patched(bench, "Peak", lambda m: [gc.collect(), any(t() for t in done) and pytest.fail("held"), real(m)][-1])):
+              patched(bench, "Peak", lambda m: [held() and (gc.collect(), held())[1] and pytest.fail("held"), real(m)][-1])):
             a, b = sorted(bench_run(tmp_path, "compare", *flags, "--equal=time"), key=lambda r: r["index"])
         assert a["steps"] == (12 if model == "gpt" else 6) and b["steps"] == 1.5 * a["steps"] and math.isfinite(b["val_loss"])
     assert plotted(tmp_path) == {"compare_shaq", "ablations"}  # of the last run
@@ -8029,9 +8038,9 @@ def seconds(f, T=512):
 def loop(T):  # its first T steps alone, of tensors of 512
     bench.range = lambda _: range(T)
     return seconds(bench.pool_loop, T)
-def share(W=torch.randn(2048, 2048)):  # of the cores that a large product gets: 1, unless other work is on them
+def share(W=torch.randn(1024, 1024)):  # of the cores that a large product gets: 1, unless other work is on them
     start, cpu = time.perf_counter(), time.process_time()
-    for _ in range(4):
+    for _ in range(8):
         W @ W
     return (time.process_time() - cpu) / (time.perf_counter() - start) / torch.get_num_threads()
 pool = lambda gates: qrnn_pool(gates)[0]
