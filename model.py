@@ -1830,8 +1830,8 @@ def load_checkpoint(path, kind=None):
     except FileNotFoundError:
         kept = (f"; {path}.old, of the run before, is there: to go on with that, take the .old from its name, log.jsonl's and best.pt's"
                 * os.path.exists(f"{path}.old"))
-        raise ValueError(f"{path or '(no name)'} does not exist: train a model first, or say where its checkpoint lies (--ckpt, --stage2, or "
-                         f"for --resume --out_dir){kept}") from None
+        raise ValueError(f"{path or '(no name)'} does not exist: train a model first, or say where its checkpoint lies (--ckpt, --init_from, "
+                         f"--stage2, or for --resume --out_dir){kept}") from None
     except Exception as e:  # a damaged file can raise anything
         if os.path.isdir(path):
             raise ValueError(f"{path} is a folder: name the file, such as {os.path.join(path, 'ckpt.pt')}") from None

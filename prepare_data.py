@@ -417,6 +417,24 @@ def as_typed(value):
     return str(int(value) if isinstance(value, bool) else value)
 
 
+def origin(typed, flag, path):
+    """Takes --resume and --<flag>, which starts a new run from another's weights, out of typed -> the checkpoint to start from (None: from new
+    weights), whether to resume it. path: the run's own checkpoint"""
+    resume, other = typed.pop("resume", False), typed.pop(flag, None)
+    if resume and other is not None:
+        die(f"--{flag} starts a new run and --resume continues one: type one of the two")
+    if other and os.path.realpath(os.path.dirname(other)) == os.path.realpath(os.path.dirname(path)):
+        die(f"--{flag}={other} lies in --out_dir, where the new run would put its own in its place: type another --out_dir")
+    return path if resume else other, resume
+
+
+def same_model(typed, stored, names, flag, path):
+    "Die if one of these settings of a model differs from that of path's, which a new run goes on with"
+    for k in names:
+        if typed.get(k, stored[k]) != stored[k]:
+            die(f"{path} is of --{k}={as_typed(stored[k])}, and --{flag} goes on with its model: drop --{k}={as_typed(typed[k])}")
+
+
 def unchanged(typed, stored, free):
     """Die if a flag typed on --resume differs from the checkpoint's setting, unless it is one of those that are free to change."""
     for name, value in typed.items():

@@ -3097,6 +3097,36 @@ def test_train_micro_batches_do_not_change_the_curve(train):
     assert all(a == pytest.approx(b, abs=5e-6) for curve in curves[1:] for a, b in zip(curves[0], curve))
 
 
+def test_train_init_from_starts_anew_from_given_weights(train, toy, tmp_path):
+    flags, kept = ("--max_steps=4", "--eval_tokens=256"), "dataset dtype max_minutes"
+    first = losses(ended(train(*flags, "--dropout=0", out="first"))[3])[1]
+    init = f"--init_from={tmp_path / 'first/ckpt.pt'}"
+    settings, *log = ended(train(*flags, init, "--lr=1e-3", keep=kept, out="tuned"))[3]
+    there = torch.load(tmp_path / "first/ckpt.pt", weights_only=True)
+    assert settings["config"] == there["config"] and settings["settings"]["init_from"] == init.partition("=")[2]
+    assert losses([settings, *log])[1][0] == first[4]  # where that one ended, whatever seed the new model had
+    assert [r["step"] for r in log if "loss" in r] == [0, 1, 2, 3] and settings["settings"]["batch_tokens"] == 2048  # the recipe's
+    assert {int(p["step"]) for p in torch.load(tmp_path / "tuned/ckpt.pt", weights_only=True)["optimizer"]["state"].values()} == {4}
+    os.rename(tmp_path / "first", tmp_path / "gone")
+    longer = losses(ended(train("--resume", "--max_steps=6", out="tuned"))[3])[0]  # wants the weights no more
+    assert len(longer) == 6
+    init = f"--init_from={tmp_path / 'gone/ckpt.pt'}"
+    free = ended(train("--max_steps=0", init, "--dropout=0.3", "--block_size=64", "--bias=1", keep=kept, out="free"))
+    assert {k: free[3][0]["config"][k] for k in ("dropout", "block_size")} == dict(dropout=0.3, block_size=64)
+    assert f"; weights from {tmp_path / 'gone/ckpt.pt'}" in free[1] and "weights from" not in ended(train("--resume", "--max_steps=1", out="free"))[1]
+    for flag, was in (("--n_layer=7", 1), ("--attn_out=none", "hadamard"), ("--size=tiny", "nano"), ("--tie_weights=0", 1)):
+        one_line(train(init, flag, keep=kept), f"is of {flag.partition('=')[0]}={was}, and --init_from goes on with its model: drop {flag}")
+    one_line(train(init, "--resume"), "--init_from starts a new run and --resume continues one: type one of the two")
+    one_line(train(init, out="gone"), "lies in --out_dir", "type another --out_dir")
+    one_line(train("--init_from=", keep=kept), "does not exist: train a model first")
+    pd.prepare(str(tmp_path / "x/x"), "x", "gpt2", b"some text " * 99, "")
+    one_line(train(init, "--dataset=x", f"--data_dir={tmp_path / 'x'}", keep=kept), "was trained on mine (", "take data in byte tokens")
+    ended(train("--max_steps=0", "--pos=learned", out="learned"))
+    one_line(train(f"--init_from={tmp_path / 'learned/ckpt.pt'}", "--block_size=64", keep=kept), "is of --block_size=32")
+    save_model(tmp_path / "shaq.pt", tiny_shaq())
+    one_line(train(f"--init_from={tmp_path / 'shaq.pt'}", keep=kept), "shaq.pt", "train_shaq.py")
+
+
 KILLED = """
 import os, train_gpt
 lr_at = train_gpt.lr_at
@@ -5011,11 +5041,11 @@ def test_train_shaq_resumed_is_uninterrupted_bit_for_bit(preset, optimizer, trai
         for t in load_checkpoint(str(tmp_path / "second/ckpt.pt"))["optimizer"]["state"].values():  # as after a first step
             torch.testing.assert_close(t["exp_avg_sq"], t["exp_avg"] ** 2 / 10, rtol=1e-4, atol=0)
         assert first["settings"]["warmup_steps"] == 1
-        one_line(train_shaq_here(stage2, "--size=paper"), "is of --size=laptop, and stage 2 goes on with its model: drop --size=paper")
+        one_line(train_shaq_here(stage2, "--size=paper"), "is of --size=laptop, and --stage2 goes on with its model: drop --size=paper")
         torch.save(best | dict(settings=best["settings"] | dict(epochs=32)), tmp_path / "paper.pt")
         one_line(train_shaq_here(f"--stage2={tmp_path / 'paper.pt'}", "--size=laptop"), "is of --size=paper")
         for flag, was in (("--n_layer=3", 2), ("--n_head=2", 1), ("--rnn_residual=1", 0), ("--memory=none", "full"), ("--attn_layers=none", 2)):
-            one_line(train_shaq_here(stage2, flag), f"is of {flag.partition('=')[0]}={was}, and stage 2 goes on with its model: drop {flag}")
+            one_line(train_shaq_here(stage2, flag), f"is of {flag.partition('=')[0]}={was}, and --stage2 goes on with its model: drop {flag}")
         for out in ("whole", "whole/../whole"):
             one_line(train_shaq_here(stage2, out=out), "type another --out_dir")
         assert (tmp_path / "whole/best.pt").exists()
@@ -6089,7 +6119,7 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys, monkeypatch)
     assert waited == [1, 1]
 
 
-@pytest.mark.parametrize("script, without, unsaid", [(train_gpt, ["resume"], set()), (train_shaq, [
+@pytest.mark.parametrize("script, without, unsaid", [(train_gpt, ["init_from", "resume"], set()), (train_shaq, [
     "ff", "memory", "gates", "rnn_residual", "attn_layers", "stage2", "resume"], {"min_lr"})])  # the preset's, as --rnn says
 def test_help_says_every_default_that_settle_takes_or_what_decides_it(script, without, unsaid, capsys):
     "On CUDA and elsewhere, or for tiny and nano, wherever it says a number or a name"

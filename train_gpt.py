@@ -28,7 +28,7 @@ from kernels import hadamard_path, triton
 from model import (CHOICES, GPT, SIZES, GPTConfig, Replayed, clip_, evaluating, fused_fits, inputs_and_targets, load_checkpoint, lr_at,
                    machine, param_groups, peak_flops, sample_text, schedule_notes)
 from prepare_data import (Parser, StopSignal, check_source, die, dispensable, diverged, duration, end_progress, flag01, number, one_line,
-                          progress, report, run, shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
+                          origin, progress, report, run, same_model, shared_dataset, shorten, start_log, stopped, unchanged, write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings. Defaults depend on the size; typed flags override them. [1] and [2] are the papers listed in model.py. In this file s holds all
@@ -91,6 +91,8 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--compile", type=flag01, help="torch.compile the model and, on one GPU, replay steps, or their micro-batches, as CUDA graphs "
                                        "(default 1 on CUDA, where Triton is installed; no graphs with dropout in heads whose values, "
                                        "2 x as wide in dva, are above 256 and below block_size, or in dva_outer)")
+    add("--init_from", metavar="CKPT", help="start from this checkpoint's weights, with a fresh optimiser and the recipe of its size: to "
+                                            "fine-tune, say, with another --dataset and a lower --lr")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args(argv))
 
@@ -239,25 +241,35 @@ def evaluate(model, tokens, eval_tokens, micro_batch, m, which="spread", stop=No
 def main():
     typed = parse()
     path = os.path.join(typed.get("out_dir", "out/gpt"), "ckpt.pt")
+    start, resume = origin(typed, "init_from", path)
     with one_line():
-        ckpt = load_checkpoint(path, "GPT") if typed.pop("resume", False) else None
+        given = load_checkpoint(start, "GPT") if start is not None else None
+        ckpt = given if resume else None
+        size = given["settings"]["size"] if given else typed.get("size")
         # a resumed run keeps its arithmetic, even if this machine would choose another
-        dtype = ckpt["settings"]["dtype"] if ckpt else RECIPES.get(typed.get("size"), {}).get("dtype", "auto")
+        dtype = ckpt["settings"]["dtype"] if ckpt else RECIPES.get(size, {}).get("dtype", "auto")
         m = machine(typed.get("device", "auto"), typed.get("dtype", dtype))
     if ckpt and ckpt["settings"]["device"] != m.device.type:
         m.note += f"; --dtype and --compile stay as on {ckpt['settings']['device']}, where the checkpoint was made, unless typed"
     say = report if m.rank == 0 else lambda text: None
-    if not ckpt and "size" not in typed:
+    if not given and "size" not in typed:
         typed["size"], note = default_size(m)
         m.note += note
 
     # set-up: settings, data
-    s, c = settle(typed, ckpt["settings"] | ckpt["config"] if ckpt else {}, m)
+    stored = given["settings"] | given["config"] if given else {}
+    if given and not resume:  # its size and its model, of which dropout may be another, and without learned positions the window, too
+        free = {"dropout"} | ({"block_size"} if stored["pos"] == "rope" else set())
+        stored = {k: stored[k] for k in ("size", *given["config"]) if k not in free & set(typed)}
+        same_model(typed, stored, [k for k in stored if k != "vocab_size"], "init_from", start)
+        typed["init_from"] = start  # for the record
+        del given["optimizer"]
+    s, c = settle(typed, stored, m)
     s["out_dir"] = os.path.dirname(path) or "."  # the folder may have been moved since
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     data = shared_dataset(s, m)
-    check_source(ckpt, path, data)
+    check_source(given, start, data, resume)
 
     # divide the batch: before the model is made, which may take minutes, as this can fail
     T = GPTConfig(**c).block_size
@@ -287,8 +299,9 @@ def main():
     s.setdefault("eval_interval", max(1, s["max_steps"] // 20))
 
     first, evaluated = 0, None  # the next step; the last one evaluated
+    if given:
+        model.load_state_dict(given.pop("model"))  # pop, to free 12 bytes a parameter, the optimiser's included
     if ckpt:
-        model.load_state_dict(ckpt.pop("model"))  # pop, to free 12 bytes a parameter, the optimiser's included
         for group in ckpt["optimizer"]["param_groups"]:
             group |= dict(capturable=False, lr=0.0)  # plain numbers: a run with CUDA graphs saves lr as a tensor
         optimizer.load_state_dict(ckpt.pop("optimizer"))
@@ -309,9 +322,9 @@ def main():
     say(m.note)
     out = f", {c['attn_out']}" if c["attn"] == "mha" else ""
     say(f"{s['size']}, {c['attn']}{out}: {model.num_params():,} parameters ("
-        + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")")
+        + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")" + f"; weights from {start}" * (given is not ckpt))
     missing = [f"--{k}={v}" for k, v in (("n_head", 1), ("mlp", "none")) if k not in typed and c[k] != v]
-    if c["attn"] in ("dva", "dva_outer") and missing and not ckpt:
+    if c["attn"] in ("dva", "dva_outer") and missing and not given:
         say(f"note: in its paper DVA has one head and no feed-forward block; for that add {' '.join(missing)}")
     shares = f"{m.world} processes x " if m.world > 1 else ""
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.per_epoch:,} steps an epoch; "

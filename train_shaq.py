@@ -27,8 +27,9 @@ import torch
 from kernels import triton
 from model import (LAMB, SHAQ, SHAQ_PRESETS, Replayed, SHAQConfig, clip_, detach_state, each, evaluating, inputs_and_targets, load_checkpoint,
                    lr_at, machine, peak_flops, sample_text, schedule_notes)
-from prepare_data import (Parser, StopSignal, as_typed, check_source, die, dispensable, diverged, duration, end_progress, flag01, number,
-                          one_line, progress, report, run, shared_dataset, shorten, start_log, stopped, unchanged, warn, write_or_warn)
+from prepare_data import (Parser, StopSignal, check_source, die, dispensable, diverged, duration, end_progress, flag01, number, one_line,
+                          origin, progress, report, run, same_model, shared_dataset, shorten, start_log, stopped, unchanged, warn,
+                          write_or_warn)
 
 # -----------------------------------------------------------------------------
 # Settings: the published ones, by default on CUDA, or a model that learns something in three minutes on a CPU. In this file s holds all
@@ -213,15 +214,10 @@ def main():
     typed = parse()
     path = os.path.join(typed.get("out_dir", "out/shaq"), "ckpt.pt")
     best_path = os.path.join(os.path.dirname(path), "best.pt")
-    stage2 = typed.pop("stage2", None)
-    resume = typed.pop("resume", False)
-    if resume and stage2 is not None:
-        die("--stage2 starts a new run and --resume continues one: type one of the two")
-    if stage2 and os.path.realpath(os.path.dirname(stage2)) == os.path.realpath(os.path.dirname(path)):
-        die(f"--stage2={stage2} lies in --out_dir, where the new run would put its own in its place: type another --out_dir")
-    origin = path if resume else stage2  # the checkpoint that this run starts from, None for a new one
+    start, resume = origin(typed, "stage2", path)
+    stage2 = start is not None and not resume
     with one_line():
-        ckpt = load_checkpoint(origin, "SHAQ") if origin is not None else None
+        ckpt = load_checkpoint(start, "SHAQ") if start is not None else None
         # keep the checkpoint's arithmetic, even if this machine would choose another
         m = machine(typed.get("device", "auto"), typed.get("dtype", ckpt["settings"]["dtype"] if ckpt else "auto"))
     if ckpt and ckpt["settings"]["device"] != m.device.type:
@@ -233,20 +229,19 @@ def main():
     if ckpt:  # older ones name no size; of the two only paper has epochs
         stored.setdefault("size", "paper" if "epochs" in stored else "laptop")
     if stage2:
-        for k in ("preset", "size", "rnn", "ff", "memory", "gates", "rnn_residual", "attn_layers", "n_layer", "n_head", "n_embd"):
-            if typed.get(k, stored[k]) != stored[k]:
-                die(f"{stage2} is of --{k}={as_typed(stored[k])}, and stage 2 goes on with its model: drop --{k}={as_typed(typed[k])}")
+        model = "preset", "size", "rnn", "ff", "memory", "gates", "rnn_residual", "attn_layers", "n_layer", "n_head", "n_embd"
+        same_model(typed, stored, model, "stage2", start)
         # the warm-up stays as it was
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
         stored = {k: v for k, v in stored.items() if k not in {"min_lr", "eval_interval", *typed}}  # a new run: any other flag may be typed
     s, c = settle(typed, stored, m)
     if stage2:
-        s["stage2"] = stage2  # for the record
+        s["stage2"] = start  # for the record
     s["out_dir"] = os.path.dirname(path) or "."  # the folder may have been moved since
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     data = shared_dataset(s, m)
-    check_source(ckpt, origin, data, resume)
+    check_source(ckpt, start, data, resume)
     if s["batch"] % m.world:
         die(f"--batch={s['batch']} streams do not divide among {m.world} processes: take "
             + ("" if resume else f"a multiple of {m.world}, or ") + "another number of processes")
