@@ -191,7 +191,7 @@ def fits(what):
         if not out_of_memory(e):
             raise
         end_progress()
-        warn(f"note: no rows for {what}: {str(e).splitlines()[0]}")
+        warn(f"note: no rows for {what}: {(str(e).splitlines() or [type(e).__name__])[0]}")
 
 
 def table(args, title, rows):
@@ -385,7 +385,7 @@ def bench_params(args):
 # Variants: "attn_out=hadamard,lr=1e-3" -> settings; one model with its optimiser, as the training scripts run it
 
 SCRIPT = dict(gpt=train_gpt, shaq=train_shaq)
-OURS = {"out_dir", "max_minutes", "eval_interval", "seed", "device", "dtype", "compile", "resume", "stage2"}  # bench.py decides these
+OURS = {"out_dir", "max_minutes", "eval_interval", "seed", "device", "dtype", "compile", "init_from", "stage2", "resume"}  # bench.py decides
 # equal in all variants and, but for batch_tokens, in scaling's sizes
 SAME = "dataset", "data_dir", "block_size", "batch_tokens", "batch", "bptt", "eval_tokens", "eval_windows"
 

@@ -291,7 +291,7 @@ def git_commit():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Shared by train_gpt.py and train_shaq.py alone: the log, signals, what --resume may change, max_minutes, how a run ends
+# Shared by train_gpt.py and train_shaq.py alone: the log, signals, where a run starts, what it may change, max_minutes, how it ends
 
 def claim(file):
     """Lock an open file for this process; dies if another one has it."""
@@ -418,18 +418,18 @@ def as_typed(value):
 
 
 def origin(typed, flag, path):
-    """Takes --resume and --<flag>, which starts a new run from another's weights, out of typed -> the checkpoint to start from (None: from new
-    weights), whether to resume it. path: the run's own checkpoint"""
-    resume, other = typed.pop("resume", False), typed.pop(flag, None)
+    """Pops --resume; --<flag> starts a new run from another's weights -> the checkpoint to start from (None: from new weights), whether to
+    resume it. path: the run's own checkpoint"""
+    resume, other = typed.pop("resume", False), typed.get(flag)
     if resume and other is not None:
         die(f"--{flag} starts a new run and --resume continues one: type one of the two")
     if other and os.path.realpath(os.path.dirname(other)) == os.path.realpath(os.path.dirname(path)):
-        die(f"--{flag}={other} lies in --out_dir, where the new run would put its own in its place: type another --out_dir")
+        die(f"--{flag}={other} lies in --out_dir, whose earlier run the new one would put aside: type another --out_dir")
     return path if resume else other, resume
 
 
 def same_model(typed, stored, names, flag, path):
-    "Die if one of these settings of a model differs from that of path's, which a new run goes on with"
+    "Die if a typed flag differs in one of these settings from path's model: a new run goes on with that"
     for k in names:
         if typed.get(k, stored[k]) != stored[k]:
             die(f"{path} is of --{k}={as_typed(stored[k])}, and --{flag} goes on with its model: drop --{k}={as_typed(typed[k])}")

@@ -3111,6 +3111,7 @@ def test_train_init_from_starts_anew_from_given_weights(train, toy, tmp_path):
     longer = losses(ended(train("--resume", "--max_steps=6", out="tuned"))[3])[0]  # wants the weights no more
     assert len(longer) == 6
     init = f"--init_from={tmp_path / 'gone/ckpt.pt'}"
+    assert "\nmine: " in ended(train("--max_steps=0", init, keep="dtype", out="same"))[1]  # its data, unless other are named
     free = ended(train("--max_steps=0", init, "--dropout=0.3", "--block_size=64", "--bias=1", keep=kept, out="free"))
     assert {k: free[3][0]["config"][k] for k in ("dropout", "block_size")} == dict(dropout=0.3, block_size=64)
     assert f"; weights from {tmp_path / 'gone/ckpt.pt'}" in free[1] and "weights from" not in ended(train("--resume", "--max_steps=1", out="free"))[1]
@@ -7243,7 +7244,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         *((["compare", "--variant=", f"--variant={n}=4"], "--set") for n in ("batch_tokens", "dataset", "block_size", "eval_tokens")),
         *((["compare", "--model=shaq", "--variant=", f"--variant={n}=9"], "--set") for n in ("bptt", "batch", "data_dir")),
         *((["compare", f"--variant={text}"], f"{text.partition('=')[0]} is not for bench.py's runs")
-          for text in ("dtype=float32", "device=cpu", "compile=1", "eval_interval=9", "out_dir=x", "max_minutes=1", "seed=3")),
+          for text in ("dtype=float32", "device=cpu", "compile=1", "eval_interval=9", "out_dir=x", "max_minutes=1", "seed=3", "init_from=x")),
         *((["scaling", f"--set={text}"], f"scaling chooses {text.partition('=')[0]} itself")
           for text in ("size=tiny", "n_layer=3", "n_embd=8", "attn_out=none", "max_steps=9", "lr=1", "min_lr=0")),
         (["compare", "--variant=lr=1,lr=2"], "each name once"),

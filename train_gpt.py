@@ -4,6 +4,7 @@ Train a GPT with a dense or a Hadamard output projection, or with Dynamic Value 
     python train_gpt.py --attn_out=hadamard                               # without a GPU: nano, Python sources, 3 minutes
     torchrun --nproc_per_node=8 train_gpt.py --attn_out=hadamard --dataset=fineweb10B     # 8 GPUs: tiny, the paper's recipe
     python train_gpt.py --resume                                          # go on where out/gpt/ckpt.pt left off
+    python train_gpt.py --init_from=out/gpt/ckpt.pt --dataset=notes --out_dir=out/tuned   # a new run, from its weights
     python model.py --ckpt=out/gpt/ckpt.pt --prompt="def "                # sample from it
 
 The batch size is in tokens; however micro-batches, accumulation and processes divide it, the loss curve is the same up to rounding and
@@ -91,8 +92,8 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--compile", type=flag01, help="torch.compile the model and, on one GPU, replay steps, or their micro-batches, as CUDA graphs "
                                        "(default 1 on CUDA, where Triton is installed; no graphs with dropout in heads whose values, "
                                        "2 x as wide in dva, are above 256 and below block_size, or in dva_outer)")
-    add("--init_from", metavar="CKPT", help="start from this checkpoint's weights, with a fresh optimiser and the recipe of its size: to "
-                                            "fine-tune, say, with another --dataset and a lower --lr")
+    add("--init_from", metavar="CKPT", help="start from this checkpoint's weights, with a fresh optimiser and the recipe of its size; of its "
+                                            "model only dropout and, with rope, block_size may change. For fine-tuning, often with a lower --lr")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args(argv))
 
@@ -243,33 +244,32 @@ def main():
     path = os.path.join(typed.get("out_dir", "out/gpt"), "ckpt.pt")
     start, resume = origin(typed, "init_from", path)
     with one_line():
-        given = load_checkpoint(start, "GPT") if start is not None else None
-        ckpt = given if resume else None
-        size = given["settings"]["size"] if given else typed.get("size")
+        loaded = load_checkpoint(start, "GPT") if start is not None else None
+        ckpt = loaded if resume else None
+        size = loaded["settings"]["size"] if loaded else typed.get("size")
         # a resumed run keeps its arithmetic, even if this machine would choose another
         dtype = ckpt["settings"]["dtype"] if ckpt else RECIPES.get(size, {}).get("dtype", "auto")
         m = machine(typed.get("device", "auto"), typed.get("dtype", dtype))
     if ckpt and ckpt["settings"]["device"] != m.device.type:
         m.note += f"; --dtype and --compile stay as on {ckpt['settings']['device']}, where the checkpoint was made, unless typed"
     say = report if m.rank == 0 else lambda text: None
-    if not given and "size" not in typed:
+    if not loaded and "size" not in typed:
         typed["size"], note = default_size(m)
         m.note += note
 
     # set-up: settings, data
-    stored = given["settings"] | given["config"] if given else {}
-    if given and not resume:  # its size and its model, of which dropout may be another, and without learned positions the window, too
-        free = {"dropout"} | ({"block_size"} if stored["pos"] == "rope" else set())
-        stored = {k: stored[k] for k in ("size", *given["config"]) if k not in free & set(typed)}
-        same_model(typed, stored, [k for k in stored if k != "vocab_size"], "init_from", start)
-        typed["init_from"] = start  # for the record
-        del given["optimizer"]
+    stored = loaded["settings"] | loaded["config"] if loaded else {}
+    if loaded and not resume:  # a new run takes its size, model and data; the latter may be others, dropout and, with rope, the window, too
+        free = {"dataset", "data_dir", "dropout"} | ({"block_size"} if stored["pos"] == "rope" else set())
+        stored = {k: stored[k] for k in ("size", "dataset", "data_dir", *loaded["config"]) if k not in free & set(typed)}
+        same_model(typed, stored, stored, "init_from", start)
+        del loaded["optimizer"]  # 8 bytes a parameter
     s, c = settle(typed, stored, m)
     s["out_dir"] = os.path.dirname(path) or "."  # the folder may have been moved since
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
     data = shared_dataset(s, m)
-    check_source(given, start, data, resume)
+    check_source(loaded, start, data, resume)
 
     # divide the batch: before the model is made, which may take minutes, as this can fail
     T = GPTConfig(**c).block_size
@@ -299,8 +299,8 @@ def main():
     s.setdefault("eval_interval", max(1, s["max_steps"] // 20))
 
     first, evaluated = 0, None  # the next step; the last one evaluated
-    if given:
-        model.load_state_dict(given.pop("model"))  # pop, to free 12 bytes a parameter, the optimiser's included
+    if loaded:
+        model.load_state_dict(loaded.pop("model"))  # pop, to free 12 bytes a parameter, with the optimiser's
     if ckpt:
         for group in ckpt["optimizer"]["param_groups"]:
             group |= dict(capturable=False, lr=0.0)  # plain numbers: a run with CUDA graphs saves lr as a tensor
@@ -322,9 +322,9 @@ def main():
     say(m.note)
     out = f", {c['attn_out']}" if c["attn"] == "mha" else ""
     say(f"{s['size']}, {c['attn']}{out}: {model.num_params():,} parameters ("
-        + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")" + f"; weights from {start}" * (given is not ckpt))
+        + ", ".join(f"{n} {v:,}" for n, v in model.param_breakdown().items()) + ")" + f"; weights from {start}" * (loaded is not ckpt))
     missing = [f"--{k}={v}" for k, v in (("n_head", 1), ("mlp", "none")) if k not in typed and c[k] != v]
-    if c["attn"] in ("dva", "dva_outer") and missing and not given:
+    if c["attn"] in ("dva", "dva_outer") and missing and not loaded:
         say(f"note: in its paper DVA has one head and no feed-forward block; for that add {' '.join(missing)}")
     shares = f"{m.world} processes x " if m.world > 1 else ""
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}), {windows.per_epoch:,} steps an epoch; "
@@ -338,7 +338,7 @@ def main():
     schedule_notes(s, typed, first, ckpt and ckpt["settings"]["max_steps"], say)
     if epochs > 50 and not ckpt:
         say(f"note: {epochs:.0f} epochs of so little text: validation loss will rise again; --max_steps={16 * windows.per_epoch} takes 16")
-    if s["size"] == "tiny" and data.name == "pysource" and not ckpt:
+    if s["size"] == "tiny" and data.name == "pysource" and not loaded:
         say("note: Python's sources are too little text for tiny: take --size=nano, or --dataset=fineweb10B")
 
     def save(step):
@@ -386,7 +386,7 @@ def main():
         torch.manual_seed(hash((s["seed"], step, m.rank)) & 0x7FFFFFFF)  # so dropout needs no saved state
         lr = lr_at(step, s["lr"], s["min_lr"], s["warmup_steps"], s["max_steps"], s["schedule"])
         starts = [(i * m.world + m.rank) * micro for i in range(accumulate)]
-        figures, _ = update([windows(step, slice(start, start + micro)) for start in starts], None, lr)
+        figures, _ = update([windows(step, slice(i, i + micro)) for i in starts], None, lr)
         # the host waits for the device only here, and a step that went wrong is never saved. One reduction serves four figures: stopping
         # is above 0 if any process got a signal, so all stop at the same step
         figures = torch.cat((figures, torch.tensor([stop.number, spent / max(1, counted)], device=m.device)))
@@ -411,8 +411,8 @@ def main():
 
     # at the end: a sample, and where everything lies
     if lowest[0] < np.inf and val > 1.02 * lowest[0]:
-        say(f"note: validation loss was lowest at step {lowest[1]}, {lowest[0]:.4f}, and has risen since: take fewer steps, a smaller model or "
-            "more text")
+        say(f"note: validation loss was lowest at step {lowest[1]}, {lowest[0]:.4f}, and has risen since: take fewer steps, "
+            f"{'a lower --lr' if loaded is not ckpt else 'a smaller model'} or more text")
     if m.device.type == "cuda":
         say(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB, {torch.cuda.max_memory_reserved() / 2**30:.2f} reserved")
     m.leave()
@@ -425,4 +425,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main, memory="a smaller --micro_batch, which changes no loss, then a smaller --size or --block_size")
+    run(main, memory="a smaller --micro_batch, which changes no loss, then, for a new model, a smaller --size or --block_size")

@@ -229,14 +229,12 @@ def main():
     if ckpt:  # older ones name no size; of the two only paper has epochs
         stored.setdefault("size", "paper" if "epochs" in stored else "laptop")
     if stage2:
-        model = "preset", "size", "rnn", "ff", "memory", "gates", "rnn_residual", "attn_layers", "n_layer", "n_head", "n_embd"
-        same_model(typed, stored, model, "stage2", start)
+        names = "preset", "size", "rnn", "ff", "memory", "gates", "rnn_residual", "attn_layers", "n_layer", "n_head", "n_embd"
+        same_model(typed, stored, names, "stage2", start)
         # the warm-up stays as it was
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
         stored = {k: v for k, v in stored.items() if k not in {"min_lr", "eval_interval", *typed}}  # a new run: any other flag may be typed
     s, c = settle(typed, stored, m)
-    if stage2:
-        s["stage2"] = start  # for the record
     s["out_dir"] = os.path.dirname(path) or "."  # the folder may have been moved since
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
     os.makedirs(s["out_dir"], exist_ok=True)
