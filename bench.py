@@ -476,6 +476,7 @@ class Trainer:
         before this run, steps of all runs, when the first began), makes that line count all runs."""
         before, total, start = whole or (0, self.steps, time.perf_counter())
         curve, losses, times = [[0, None, self.validate(), 0.0, 0.0]], [], []
+        points = min(points, self.steps)
         marks = {round(self.steps * (k + 1) / points) for k in range(points)}
         for i in range(self.steps):
             t0 = time.perf_counter()

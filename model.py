@@ -148,7 +148,7 @@ def rope_table(block_size, width, device=None, dtype=torch.float32):
 def rope(x, cos, sin):
     """Rotate each pair (x_2i, x_2i+1) of x (B, T, heads, width) by its position's angle, in fp32 or wider. cos, sin (T, 1, width / 2), of
     rope_table(); ValueError if in 16 bits. Hugging Face's Llama pairs x_i with x_(i + width/2): the same model, once the rows of each head in
-    W_Q and W_K are reordered to match."""
+    W_Q and W_K are reordered to match. The gradient of an fp32 or fp64 y must begin at an even place of its storage, compiled on a CPU x too"""
     if cos.element_size() < 4:
         raise ValueError(f"rope: cos and sin are in {cos.dtype}, expected fp32; FSDP needs MixedPrecisionPolicy(cast_forward_inputs=False)")
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))  # (B, T, heads, width / 2, 2)
@@ -428,7 +428,7 @@ class GPT(nn.Module):
             rows, at, mask = pos, pos, up_to(pos, cache[0][0].size(2), product_dtype(x))  # mask (1, positions)
         else:
             rows, at, mask = slice(pos, pos + T), (pos, pos + T), None  # at is a pair: given slices, torch 2.11 would compile blocks anew
-            if pos + T > self.config.block_size:
+            if not 0 <= pos <= self.config.block_size - T:
                 raise ValueError(f"{pos + T} tokens, but block_size is {self.config.block_size}: crop idx, as generate() does")
         if self.wpe is not None:
             x = x + self.wpe.weight[rows]

@@ -111,8 +111,11 @@ def in_one_line(main, again, memory):
                   **dict.fromkeys((errno.EACCES, errno.EPERM), "; choose what you may read, and write to, or start from a folder of yours, "
                                   "where out/ and data/ then are made"),  # EPERM: a Mac's Documents and Desktop, without leave
                   errno.ENOENT: ": is the folder that it is in there?", errno.EROFS: "; choose a place you may write to, or start from there",
-                  errno.EEXIST: ", and is no folder; choose another place", errno.ENOTDIR: "; choose another place"}
-        die(f"{e.filename + ': ' if e.filename else ''}{e.strerror or e}{advice.get(e.errno, '')}")
+                  errno.EEXIST: ", and is no folder; choose another place", errno.ENOTDIR: "; choose another place",
+                  errno.EISDIR: ", where a file should be; move it away", errno.EPIPE: ": what reads the output has ended"}
+        name = e.filename2 or e.filename  # a file that is moved has two
+        where = "" if name is None else f"{name or '(no name)'}: "
+        die(f"{where}{e.strerror or e}{advice.get(e.errno, '')}")
     except Exception as e:  # PyTorch's own are RuntimeErrors, Triton's are not
         for words, advice in (("ptxas fatal", "Triton's assembler may be older than this GPU: install a newer Triton, set "
                                "TRITON_PTXAS_BLACKWELL_PATH to a newer CUDA's ptxas, or uninstall triton and take --compile=0 "
@@ -240,8 +243,9 @@ def write_or_warn(path, write):
             raise e.__context__ from None
         if isinstance(e, RuntimeError) and isinstance(e.__context__, OSError):
             e = e.__context__  # torch.save turns a full disk into a RuntimeError that does not name it
+        full = getattr(e, "errno", None) in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         warn(f"warning: could not write {path} ({getattr(e, 'strerror', None) or (str(e).splitlines() or [type(e).__name__])[0]}); "
-             f"{'the one before it stays' if os.path.exists(path) else 'free some space'}")
+             f"{'the one before it stays' if os.path.exists(path) else 'free some space' if full else 'there is none before it'}")
         return False
 
 
@@ -423,7 +427,8 @@ def origin(typed, flag, path):
     resume, other = typed.pop("resume", False), typed.get(flag)
     if resume and other is not None:
         die(f"--{flag} starts a new run and --resume continues one: type one of the two")
-    if other and os.path.realpath(os.path.dirname(other)) == os.path.realpath(os.path.dirname(path)):
+    here = os.path.realpath(os.path.dirname(path))
+    if other and here in (os.path.realpath(os.path.dirname(other)), os.path.dirname(os.path.realpath(other))):  # the latter is a link's
         die(f"--{flag}={other} lies in --out_dir, whose earlier run the new one would put aside: type another --out_dir")
     return path if resume else other, resume
 
@@ -773,7 +778,7 @@ def text_of(raw, name, must=True):
 def read(path, utf8=None):
     """The bytes of a file; dies if it is missing or empty. utf8: True to die, False to say so, if it is no UTF-8."""
     if not os.path.isfile(path):
-        die(f"{path} does not exist or is not a file")
+        die(f"{path or '(no name)'} does not exist or is not a file")
     raw = pathlib.Path(path).read_bytes()
     if not raw:
         die(f"{path} is empty")
@@ -788,7 +793,7 @@ def download(url, part, resume=True):
     """Download url to the file part -> part; continue an earlier attempt if the server can, else start afresh."""
     what = os.path.basename(url)
     furthest = os.path.getsize(part) if resume and os.path.exists(part) else 0
-    remedy = "give a mirror with --url or a local copy with --from_file"
+    remedy = f"give a mirror with --url or {'another' if url.startswith('file:') else 'a local copy'} with --from_file"
     with open(part, "ab" if resume else "wb") as f:
         while True:
             have = start = f.seek(0, os.SEEK_END)

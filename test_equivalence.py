@@ -2189,7 +2189,8 @@ def test_gpt_cache_filled_in_pieces(attn, pos, out):
         parts.append(m(idx[:, start:start + n], cache=cache, pos=start))
         start += n
     assert error(torch.cat(parts, 1), m(idx).detach()) < 1e-12
-    refuses(lambda: m(idx[:, :1], cache=m.new_cache(2, 17), pos=16), "17 tokens, but block_size is 16")
+    for pos in (16, -1):  # which would count from the end
+        refuses(lambda: m(idx[:, :1], cache=m.new_cache(2, 17), pos=pos), f"{pos + 1} tokens, but block_size is 16")
     refuses(lambda: m(idx[:, :1], cache=cache, pos=9), "10 tokens, but the cache has room for 9")  # it was left out
     m.wte = nn.Sequential(nn.Embedding(97, 8), nn.Linear(8, 48)).double()  # another embedding, which has no weight
     assert torch.equal(*(m.generate(idx[:, :3], 4, 0.0, use_cache=cached) for cached in (True, False)))
@@ -3097,8 +3098,8 @@ def test_train_micro_batches_do_not_change_the_curve(train):
     assert all(a == pytest.approx(b, abs=5e-6) for curve in curves[1:] for a, b in zip(curves[0], curve))
 
 
-def test_train_init_from_starts_anew_from_given_weights(train, toy, tmp_path):
-    flags, kept = ("--max_steps=4", "--eval_tokens=256"), "dataset dtype max_minutes"
+def test_train_init_from_starts_anew_from_given_weights(train, toy, run_here, tmp_path):
+    flags, kept = ("--max_steps=4", "--eval_tokens=256"), "dataset dtype max_minutes micro_batch"
     first = losses(ended(train(*flags, "--dropout=0", out="first"))[3])[1]
     init = f"--init_from={tmp_path / 'first/ckpt.pt'}"
     settings, *log = ended(train(*flags, init, "--lr=1e-3", keep=kept, out="tuned"))[3]
@@ -3118,8 +3119,16 @@ def test_train_init_from_starts_anew_from_given_weights(train, toy, tmp_path):
     for flag, was in (("--n_layer=7", 1), ("--attn_out=none", "hadamard"), ("--size=tiny", "nano"), ("--tie_weights=0", 1)):
         one_line(train(init, flag, keep=kept), f"is of {flag.partition('=')[0]}={was}, and --init_from goes on with its model: drop {flag}")
     one_line(train(init, "--resume"), "--init_from starts a new run and --resume continues one: type one of the two")
-    one_line(train(init, out="gone"), "lies in --out_dir", "type another --out_dir")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/it.pt").symlink_to(tmp_path / "gone/ckpt.pt")
+    for source in (init, f"--init_from={tmp_path / 'linked/it.pt'}"):
+        one_line(train(source, out="gone"), "lies in --out_dir", "type another --out_dir")
+    os.rename(tmp_path / "linked", tmp_path / "link")
     one_line(train("--init_from=", keep=kept), "does not exist: train a model first")
+    one_line(run_here(train_gpt, ["train_gpt.py", init, "--dataset=x", f"--out_dir={tmp_path / 'link'}", "--device=cpu"], tmp_path / "link"),
+             "data set 'x' is not prepared in data;")  # not where the checkpoint's own lay
+    pd.prepare(str(tmp_path / "x/short"), "short", "byte", b"a" * 150, "")
+    assert train(init, "--dataset=short", f"--data_dir={tmp_path / 'x'}", "--batch_tokens=32", keep="dtype", out="link")[2].endswith("prepare more text\n")
     pd.prepare(str(tmp_path / "x/x"), "x", "gpt2", b"some text " * 99, "")
     one_line(train(init, "--dataset=x", f"--data_dir={tmp_path / 'x'}", keep=kept), "was trained on mine (", "take data in byte tokens")
     ended(train("--max_steps=0", "--pos=learned", out="learned"))
@@ -5868,7 +5877,10 @@ def test_data_what_goes_wrong_anywhere_is_one_line(capsys, monkeypatch):
           for what in ("closed", "reset")),
         (RuntimeError("Storage size calculation overflowed with sizes=[9]"), "out of memory"),
         (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:9, unhandled system error\nLast error:"), "GPUs cannot talk (NCCL error in", "NCCL_DEBUG"),
-        (OSError(errno.ENOENT, "No such file", "x/y"), "is the folder"),
+        (OSError(errno.ENOENT, "No such file", "x/y"), "x/y: No such file: is the folder"),
+        (OSError(errno.ENOENT, "No such file", ""), "error: (no name): No such file"),
+        (OSError(errno.EISDIR, "Is a directory", "x", None, "x.old"), "error: x.old: Is a directory, where a file should be; move it away"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "error: Broken pipe: what reads the output has ended"),
         *((OSError(n, os.strerror(n), "x/y"), "x/y: ", "; choose what you may read") for n in (errno.EACCES, errno.EPERM)),
         (OSError(errno.EROFS, "Read-only file system", "x/y"), "x/y: Read-only file system; choose a place you may write to"),
         *((OSError(n, os.strerror(n), "x/y"), "x/y: ", "; free some space") for n in (errno.ENOSPC, errno.EDQUOT)),  # one's share is full
@@ -6078,6 +6090,8 @@ def test_data_full_disk_is_named_also_where_pytorch_hides_it(capsys, monkeypatch
     monkeypatch.setattr(pd, "write_atomic", lambda path, write: write(None))
     assert not pd.write_or_warn("nowhere/x", save)
     assert capsys.readouterr().err.endswith("could not write nowhere/x (No space left on device); free some space\n")
+    assert not pd.write_or_warn("nowhere/x", lambda f: os.mkdir("/dev/full"))  # for another reason
+    assert capsys.readouterr().err.endswith("could not write nowhere/x (File exists); there is none before it\n")
     assert not pd.write_or_warn("/dev/null", save) and capsys.readouterr().err.endswith("; the one before it stays\n")
     args = SimpleNamespace(out="/dev/full", what="x", run="b", hardware="", git="")
     fails(capsys, lambda: pd.run(lambda: bench.record(args)), "error: /dev/full: No space left on device; free some space")

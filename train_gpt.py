@@ -82,7 +82,7 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--min_lr", type=number(float, 0), help="at the end of the cosine (default lr / 10; nano 1e-4, at most lr)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default cosine)")
     add("--warmup_steps", type=number(int, 0), help="linear warm-up (default 1 in 50 steps, 50 for nano)")
-    add("--weight_decay", type=number(float, 0), help="of matrices (default 0.1)")
+    add("--weight_decay", type=number(float, 0, 1e6), help="of matrices (default 0.1)")
     add("--grad_clip", type=number(float, 0), help="largest gradient norm, 0: no clipping (default 1.0)")
     add("--eval_interval", type=number(int, 1), help="steps between evaluations (default 1 in 20 of all, 250 for nano)")
     add("--eval_tokens", type=number(int, 1), help="validation tokens an evaluation reads, always the same (default 2^20, 2^16 for nano)")
@@ -260,8 +260,9 @@ def main():
     # set-up: settings, data
     stored = loaded["settings"] | loaded["config"] if loaded else {}
     if loaded and not resume:  # a new run takes its size, model and data; the latter may be others, dropout and, with rope, the window, too
-        free = {"dataset", "data_dir", "dropout"} | ({"block_size"} if stored["pos"] == "rope" else set())
-        stored = {k: stored[k] for k in ("size", "dataset", "data_dir", *loaded["config"]) if k not in free & set(typed)}
+        free = {"data_dir", "dropout"} | ({"block_size"} if stored["pos"] == "rope" else set())
+        text = () if "dataset" in typed else ("dataset", "data_dir")
+        stored = {k: stored[k] for k in ("size", *text, *loaded["config"]) if k not in free & set(typed)}
         same_model(typed, stored, stored, "init_from", start)
         del loaded["optimizer"]  # 8 bytes a parameter
     s, c = settle(typed, stored, m)
@@ -286,7 +287,8 @@ def main():
             f"take {', or '.join(ways)}")
     accumulate = B // (micro * m.world)
     if len(data.val) <= T:
-        die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: prepare more text, or lower --block_size")
+        die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: prepare more text"
+            + ", or lower --block_size" * (not loaded))
     windows = Windows(data.train, T, B, s["seed"], m.device)
 
     # model, optimiser

@@ -79,7 +79,7 @@ def parse(argv=None, prog="train_shaq.py"):
     add("--min_lr", type=number(float, 0), help="at the end of a cosine (default lr / 10)")
     add("--schedule", choices=["cosine", "constant"], help="after the warm-up (default constant on CUDA, else cosine)")
     add("--warmup_steps", type=number(int, 0), help="linear warm-up (default 800 on CUDA, else 50)")
-    add("--weight_decay", type=number(float, 0), help="(default 1.2e-6)")
+    add("--weight_decay", type=number(float, 0, 1e6), help="(default 1.2e-6)")
     add("--grad_clip", type=number(float, 0), help="largest gradient norm, 0: no clipping (default 0.25)")
     add("--eval_interval", type=number(int, 1),
         help="steps between evaluations (default an epoch, at most 1 in 20 of all, on CUDA, else 250)")
@@ -233,7 +233,8 @@ def main():
         same_model(typed, stored, names, "stage2", start)
         # the warm-up stays as it was
         stored |= dict(epochs=5, lr=stored["lr"] / 2, schedule="constant", max_steps=None, max_minutes=0.0, paced=False)
-        stored = {k: v for k, v in stored.items() if k not in {"min_lr", "eval_interval", *typed}}  # a new run: any other flag may be typed
+        drop = {"min_lr", "eval_interval", *typed} | ({"data_dir"} if "dataset" in typed else set())
+        stored = {k: v for k, v in stored.items() if k not in drop}  # a new run: any other flag may be typed
     s, c = settle(typed, stored, m)
     s["out_dir"] = os.path.dirname(path) or "."  # the folder may have been moved since
     s["dtype"], s["device"] = str(m.dtype).removeprefix("torch."), m.device.type
