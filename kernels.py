@@ -1,5 +1,6 @@
 """
-Operators of the three papers, each with a fast path for GPUs (Triton) and one for everything else (PyTorch).
+Operators of papers [1] and 3, SHAQ, and two helpers of attention, each with a fast path for GPUs (Triton) and one for everything else
+(PyTorch). Paper 2's operator is attention() in model.py, in PyTorch alone. plain_hadamard_affine and plain_fo_pool are the definitions.
 
     hadamard_matrix(n)                        the matrix itself, entries +1 and -1
     hadamard_transform(x, scale)              scale * (x @ H), a true H for every order that hadamard_matrix knows
@@ -9,7 +10,8 @@ Operators of the three papers, each with a fast path for GPUs (Triton) and one f
     rope_backward([dq, dk, dv], cos, sin)     the gradient of a joint projection to q, k, v where q and k took rotary positions
     one_query_attention(q, k, v, mask)        softmax(q k^T / sqrt(w) + mask) v of a single query a head, for decoding
 
-README, section 4, says which lines to copy for one of them. Each needs torch, uses Triton where that is installed, and nothing else.
+README, section 4, says which lines to copy for one of them. Each needs torch (2.11 to 2.13 were tried), uses Triton (3.6 to 3.9) where that is
+installed, and nothing else. After import, kernels.triton = None takes PyTorch on a GPU, too.
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2
 [QRNN] Bradbury et al., Quasi-Recurrent Neural Networks, arXiv:1611.01576
@@ -79,7 +81,7 @@ def _is_prime(q):
     return q > 1 and all(q % p for p in range(2, math.isqrt(q) + 1))
 
 
-def _paley_order(m):
+def _paley_construction(m):
     "2 if Paley's second construction, over a prime or GF(9), gives order m; 1 if only the first, over a prime, does; else 0"
     if m % 4:
         return 0
@@ -93,7 +95,7 @@ def _split_order(n):
     "n -> (m, 2^k) with n = m * 2^k, where m is 1 or else the smallest order that Paley's constructions give; None if there is no such m"
     n = operator.index(n)  # numpy's are fine, but the cached result is Python's
     c = n & -n  # the largest power of two in n
-    while c and n != c and not _paley_order(n // c):
+    while c and n != c and not _paley_construction(n // c):
         c //= 2
     return (n // c, c) if c else None
 
@@ -108,7 +110,7 @@ def _check_order(n, what="n"):
 
 def _paley(m):
     "Symmetric Hadamard matrix of order m by Paley's constructions, int8, on the CPU"
-    second = _paley_order(m) == 2
+    second = _paley_construction(m) == 2
     q = m // 2 - 1 if second else m - 1
     chi = torch.full((q,), -1, dtype=torch.int8, device="cpu")  # quadratic character mod q: 0 at 0, +1 at squares, -1 elsewhere
     chi[torch.arange(1, q, device="cpu") ** 2 % q] = 1
@@ -146,6 +148,14 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
     while len(H) < n:
         H = torch.kron(H, H.new_tensor([[1, 1], [1, -1]]))
     return H.to(device=torch.get_default_device() if device is None else device, dtype=dtype)  # 0 is a device, too
+
+
+def plain_hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
+    "The definition of hadamard_affine, at a dense product's price: x (..., d), alpha and beta (d,) -> (..., d)"
+    d = x.shape[-1]
+    H_h, rest = hadamard_matrix(n_head), torch.eye(d // n_head) if heads_only else hadamard_matrix(d // n_head)
+    H = torch.kron(H_h, rest).to(x)                                                       # (d, d)
+    return alpha * (x @ H / (n_head if heads_only else d) ** 0.5) + beta
 
 
 # -----------------------------------------------------------------------------
@@ -306,11 +316,10 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
 # The kernels' constexprs, chosen by _plan:
 #     D        d, the distance in memory from one row to the next
 #     M, P     NT = M * P tiles a row: M is m (1, 12, 20 or 28), P a power of two. In a mix over heads each head is a tile: NT = h
-#     C, CW    a row is seen as (A, NT, C) (A: see W), and tile n holds its elements (a, n, c) for all a and c. CW is the width of C in a tile:
-#              C itself, except in a mix over heads, where a program takes CW of every head's C channels, or pads C below 128 to a
-#              power of two (96 to CW = 128)
-#     W, R     a tile is (R, W), W = A * CW. H_W is H_A (x) H_C, and the factor across tiles is the middle one of H_A (x) H_NT (x) H_C.
-#              A > 1 makes this the layer's H for, say, 16 heads of 96 = 12 * 8
+#     C, CW    a row is seen as (A, NT, C), and tile n holds its elements (a, n, c), all a and c: H = H_A (x) H_NT (x) H_C, of which H_NT goes
+#              across tiles, H_A and H_C, together H_W, inside one. CW is the width of C in a tile: C itself, except in a mix over heads, where
+#              a program takes CW of every head's C channels, or pads C below 128 to a power of two (96 to CW = 128)
+#     W, R     a tile is (R, W), W = A * CW. A > 1 makes this the layer's H for, say, 16 heads of 96 = 12 * 8
 #     V        how many neighbours in a row a thread holds
 #     TURN     by how many places the numbers that a program loads are turned already: see _inner. 1 if A > 1: for 16 heads of 96, whose
 #              tiles are pieces of 16 bytes, each load then takes two neighbouring pieces, a sector of the cache
@@ -376,12 +385,12 @@ if triton is not None:
             t = n
         return t
 
-    # _inner applies H_W by turning a ring. Its six places are the five bits of the lane (a thread's number in its warp) and one bit of the
-    # register (the lowest bit of the tile's number); fewer if a row has fewer than 32 threads. Two threads whose lanes differ in one bit
-    # exchange one register of every two. Then that bit is in the registers, where a level of the butterfly is plain additions, and the former
-    # register bit is in the lane. So a level takes half a shuffle a number, not one. After all lane bits everything has moved on by one place
-    # in the ring, and results are stored by other threads than those that loaded the inputs: after TURN calls, tiles 2i and 2i + 1 of a
-    # thread are the numbers that _places names.
+    # _inner applies H_W. Plainly, each level between a warp's lanes would shuffle every number. Turning a ring, it shuffles half: the ring's six
+    # places are the five bits of the lane (a thread's number in its warp) and one bit of the register (the lowest bit of the tile's number);
+    # fewer if a row has fewer than 32 threads. Two threads whose lanes differ in one bit exchange one register of every two. Then that bit is in
+    # the registers, where a level of the butterfly is plain additions, and the former register bit is in the lane. After all lane bits
+    # everything has moved on by one place in the ring, and results are stored by other threads than those that loaded the inputs: after TURN
+    # calls, tiles 2i and 2i + 1 of a thread are the numbers that _places names.
     # No selections are needed: of tiles (0, 1) a thread holds (b, 1 - b), b being its lane's next bit, so it always keeps the first and
     # sends the second. Of (x, y), x + y and x - y are put in the next level's order by a factor of +-1 on y. x - y may come out
     # negated: that sign depends on the thread alone and does not change any more, so _signs corrects all of them at the end.
@@ -820,7 +829,7 @@ if triton is not None:
             for i in tl.static_range(M * P):
                 by = by + (_load_vector(alpha + part, to[i], live, R, W) * scale,)
         # With two stages the next rows are copied into shared memory meanwhile, if a thread's share of a row is 4 bytes or more. One stage
-        # if those of x and dy, which may be wider, would not fit into the 99 KiB of the smallest cards
+        # if those of x and dy, which may be wider, would not fit into the 99 KiB of the smallest cards (before Ampere nothing is copied)
         BITS: tl.constexpr = x.dtype.element_ty.primitive_bitwidth + dy.dtype.element_ty.primitive_bitwidth
         STAGES: tl.constexpr = 2 if R * M * P * W * BITS <= 90 * 8192 else 1
         for block in tl.range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0), num_stages=STAGES):
@@ -883,7 +892,8 @@ if triton is not None:
             tl.store(dbeta + TILES[i] + to, db[i])
 
 
-_FEW = 132  # so many rows (an H200's multiprocessors) or fewer: each is a program, "few" in _plan, of half the instructions a warp; not timed
+_FEW = 132  # up to so many rows (an H200's multiprocessors) cannot fill a GPU: kind "few" of _plan gives each a program of half the
+# instructions a warp. Not timed
 
 
 @lru_cache(256)
@@ -892,9 +902,9 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
         "forward", "pre", "few"                _hadamard_kernel without pre, with it, for at most _FEW rows
         "grads", "backward"                    _hadamard_grads_kernel of alpha and beta, of x as well
         "norm", "norm few", "norm backward"    _hadamard_norm_kernel, for at most _FEW rows, its gradients
-    None for "grads" and the first line's is the PyTorch path: without Triton; m above 28; d above 65536, which would spill; neither n_head nor
-    d / n_head a power of two (a mix over heads takes any); a mix over more than 64 heads, or of heads whose width is no multiple of 8. For the
-    others None also where two kernels are better."""
+    None for every kind: without Triton; m above 28; d above 65536, which would spill; neither n_head nor d / n_head a power of two (a mix over
+    heads takes any); a mix over more than 64 heads, or of heads whose width is no multiple of 8. PyTorch computes these. "backward" and the
+    norm's are None also where two kernels are better."""
     d, n_head, forward = operator.index(d), operator.index(n_head), kind in ("forward", "pre")
     mh, ch = _split_order(n_head)
     mi, ci = (1, 1) if heads_only else _split_order(d // n_head)
@@ -1309,7 +1319,8 @@ def hadamard_path(d, device, n_head=1, heads_only=False):
         raise ValueError(f"hadamard_path: d={d} is no multiple of n_head={n_head}")
     _check_orders(d, n_head, heads_only)
     if torch.device(device).type != "cuda":
-        return "PyTorch, by small dense products"
+        one = 0 if heads_only or d > 192 else 1 if d > 96 else 2  # see _factors
+        return "PyTorch, by " + ("small dense products", "small dense products, in 16 bits by one", "one dense product")[one]
     if triton is None:
         return "PyTorch, as Triton is not installed"
     if _plan(d, n_head, heads_only, 16) is None:
@@ -1418,6 +1429,15 @@ def hadamard_affine_norm(x, alpha, beta, residual, weight, shift=None, eps=1e-5,
 # lost as soon as f is small. Least traffic for N = B*T*H elements in bf16, gates fused: forward 8 N bytes (3 logits in, h out), backward
 # 14 N (3 logits and dh in, 3 gradients out), and 4 N / FO_CHUNK = N / 4 more each way for the edges.
 FO_CHUNK, CPU_CHUNK = 16, 8
+
+
+def plain_fo_pool(z, f, o, c0=None):
+    "The definition of fo_pool: z, f, o (B, T, H), activated, c0 (B, H) -> h (B, T, H), the last c (B, H). On a CPU 3 times the operator's time"
+    c, h = torch.zeros_like(z[:, 0]) if c0 is None else c0, []
+    for z_t, f_t, o_t in zip(z.unbind(1), f.unbind(1), o.unbind(1)):
+        c = f_t * c + (1 - f_t) * z_t
+        h.append(o_t * c)
+    return torch.stack(h, 1), c
 
 
 def _fo_spans(B, T, H):

@@ -56,7 +56,7 @@ class GPTConfig:
     mlp: str = "swiglu"           # swiglu | gelu | none
     pos: str = "rope"             # rope | learned
     norm: str = "layernorm"       # layernorm | rmsnorm
-    bias: bool = True             # in LayerNorm and in linear layers, but for the head
+    bias: bool = True             # in LayerNorm and in linear layers, but for the head; beta is always there
     qkv_bias: bool = True         # in W_Q, W_K, W_V, if bias; dva's matrices have none
     dropout: float = 0.0          # on the embedding sum, the attention weights and each branch's output
     tie_weights: bool = True      # the head is the token embedding
@@ -148,7 +148,8 @@ def rope_table(block_size, width, device=None, dtype=torch.float32):
 def rope(x, cos, sin):
     """Rotate each pair (x_2i, x_2i+1) of x (B, T, heads, width) by its position's angle, in fp32 or wider. cos, sin (T, 1, width / 2), of
     rope_table(); ValueError if in 16 bits. Hugging Face's Llama pairs x_i with x_(i + width/2): the same model, once the rows of each head in
-    W_Q and W_K are reordered to match. The gradient of an fp32 or fp64 y must begin at an even place of its storage, compiled on a CPU x too"""
+    W_Q and W_K are reordered to match. The result's gradient, in fp32 or fp64, must begin at an even place of its storage; compiled on a CPU, x
+    too"""
     if cos.element_size() < 4:
         raise ValueError(f"rope: cos and sin are in {cos.dtype}, expected fp32; FSDP needs MixedPrecisionPolicy(cast_forward_inputs=False)")
     y = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))  # (B, T, heads, width / 2, 2)
@@ -297,7 +298,7 @@ class Attention(nn.Module):
         return y.transpose(1, 2).reshape(B, T, d)                                        # Concat(heads)
 
     def forward(self, x, table=None, cache=None, at=None, mask=None):
-        "x (B, T, d) -> (B, T, d); the rest as in attend(). If you change this, set one_pass to False: a GPU's Block may take a kernel instead"
+        "x (B, T, d) -> (B, T, d); the rest as in attend(). What is done to y here must be done in forward_and_norm(), too"
         y = self.attend(x, table, cache, at, mask)
         if self.attn_out == "dense":
             y = self.c_proj(y)                                                           # Y W_O
@@ -311,6 +312,12 @@ class Attention(nn.Module):
         elif self.attn_out != "none":
             raise NotImplementedError(f"nothing computes attn_out={self.attn_out}")
         return self.resid_dropout(y)
+
+    def forward_and_norm(self, x, residual, norm, *where):
+        "residual + forward(x, *where) and norm of that, by one kernel of a GPU: Block takes it for hadamard and head_hadamard if one_pass"
+        y = self.attend(x, *where)
+        return hadamard_affine_norm(y, self.alpha, self.beta, residual, norm.weight, getattr(norm, "bias", None), norm.eps,
+                                    isinstance(norm, nn.RMSNorm), self.order, self.attn_out == "head_hadamard")
 
 
 class MLP(nn.Module):
@@ -360,11 +367,8 @@ class Block(nn.Module):
         "x (B, T, d) -> (B, T, d); the rest as in Attention.attend"
         if self.mlp is None:
             return x + self.attn(self.ln_1(x), table, cache, at, mask)
-        if self.in_one_pass(x):  # the other branch's x and n, by one kernel
-            attn, norm = self.attn, self.ln_2
-            y = attn.attend(self.ln_1(x), table, cache, at, mask)
-            x, n = hadamard_affine_norm(y, attn.alpha, attn.beta, x, norm.weight, getattr(norm, "bias", None), norm.eps,
-                                        isinstance(norm, nn.RMSNorm), attn.order, attn.attn_out == "head_hadamard")
+        if self.in_one_pass(x):
+            x, n = self.attn.forward_and_norm(self.ln_1(x), x, self.ln_2, table, cache, at, mask)
         else:
             x = x + self.attn(self.ln_1(x), table, cache, at, mask)
             n = self.ln_2(x)
@@ -474,7 +478,7 @@ class GPT(nn.Module):
         cache = self.new_cache(len(idx), min(size, idx.size(1) + max_new_tokens)) if use_cache else None
         # a CUDA graph reads and writes fixed places: the last token, which the next one overwrites, its position, the draw
         new, at, u = idx[:, -1:].clone(), idx.new_empty(1), uniform.new_empty(len(idx), 1)
-        stride = 256 if idx.is_cuda else 16  # a graph for every 256 positions: plain_attention (wide heads) reads even those that are masked
+        stride = 256 if idx.is_cuda else 16  # a graph for every 256 positions: all but an UNTRIED kernel read even those that are masked
 
         @lru_cache(None)
         def step(length):  # -> a function: one token, against the cache's first length positions
@@ -629,11 +633,12 @@ def blocked_attention(q: torch.Tensor, k: torch.Tensor, q_r: torch.Tensor | None
     P = softmax(q k^T / sqrt(w)), causal, and its dropout:
         q_r is None    out = P v                         v of any width
         else           out = (P * (q_r v^T)) k_r         the outer form of [2]: one more T x T product, and nothing larger
-    N = batch * heads. q (N, T, w); k (N, S, w); v (N, S, any); q_r, k_r: None, or like q and k, with v like k. k, v, k_r are the
-    rows that get a gradient. all_k, all_v: None or, without q_r, (N, S, ..), the rows of a memory that gets none and then k, v. seed: dropout's,
-    () int64 on the CPU, drawn by the caller so that a repeated forward pass gets the same one; None: no dropout, or the GPU's generator. keep:
-    return each block's P as the second output, for the backward pass; otherwise that recomputes it, and memory is linear in T. In 16 bits
-    scores are rounded, where PyTorch's fused operator keeps fp32: errors are 2 times as large if scores have standard deviation 1, 7 if 9."""
+    N = batch * heads. q (N, T, w), the last T of S positions; k (N, S, w); v (N, S, any); q_r, k_r: None, or like q and k, with v like k. Where
+    the first rows are a memory that gets no gradient, all_k and all_v (else None; not with q_r) hold all S rows, and k, v their last ones, which
+    get one. seed: dropout's, () int64 on the CPU, drawn by the caller so that a repeated forward pass gets the same one; None: no dropout, or
+    the GPU's generator. keep: return each block's P as the second output, for the backward pass; otherwise that recomputes it, and memory is
+    linear in T. In 16 bits scores are rounded, where PyTorch's fused operator keeps fp32: errors are 2 times as large if scores have standard
+    deviation 1, 7 if 9."""
     k, v = (k, v) if all_k is None else (all_k, all_v)                                   # all rows
     out, Ps = q.new_empty(*q.shape[:2], (v if k_r is None else k_r).size(-1)), []
     for i, e in query_blocks(q, k):
@@ -779,7 +784,7 @@ def attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None, new=None):
 # The loss: GPT's by slices; and what GPT and SHAQ share: counts, evaluation, sampling, CUDA graphs
 
 
-HEAD_LOGITS = 2**26  # that exist at a time, on a GPU four times as many; a global, as torch.compile cannot read a Function's attribute
+HEAD_LOGITS = 2**26  # that HeadLoss holds at a time, on a GPU four times as many; a global, as torch.compile reads no Function's attribute
 
 
 class HeadLoss(torch.autograd.Function):
@@ -1068,9 +1073,9 @@ class QRNN(nn.Module):
 
         Z = tanh(W_z * X)    F = sigmoid(W_f * X)    O = sigmoid(W_o * X)    c_t = f_t c_(t-1) + (1 - f_t) z_t    h_t = o_t c_t
 
-    W * X is the convolution, over x_(t-window+1) .. x_t. qrnn_pool computes all that follows it; to try another recurrence, put a loop over t
-    in its place (autograd differentiates it) and train with --compile=0. The authors' pytorch-qrnn has f for 1 - f, and x_t before x_(t-1): to
-    load its weights, negate W_f and b_f, and swap the two halves of W's columns."""
+    W * X is the convolution, over x_(t-window+1) .. x_t. qrnn_pool computes all that follows it; to try another recurrence, put a loop over t,
+    such as plain_fo_pool's, in its place (autograd differentiates it) and train with --compile=0. The authors' pytorch-qrnn has f for 1 - f, and
+    x_t before x_(t-1): to load its weights, negate W_f and b_f, and swap the two halves of W's columns."""
 
     def __init__(self, config):
         super().__init__()
@@ -1586,7 +1591,7 @@ def machine(device="auto", dtype="auto"):
                          "for one process")
     keep_freed_memory()
     there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    note = f"{device}, as asked" if device != "auto" else "no GPU found"
+    note = f"{device}, as asked" if device != "auto" else f"no GPU that this PyTorch ({torch.__version__}) can use"
     if device == "auto" and there["mps"]:
         note = "the CPU, as nobody has tried these scripts on Apple's GPUs; --device=mps takes yours"
     device = torch.device(device if device != "auto" else "cuda" if there["cuda"] else "cpu")

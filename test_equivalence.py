@@ -377,6 +377,16 @@ def test_hadamard_norm_gradient_is_of_fp32_products_where_all_else_is_in_16_bits
         assert error(torch.autograd.grad(normed, r, g)[0], wanted) < 1e-6
 
 
+@pytest.mark.parametrize("d, n_head, heads_only", [(96, 1, False), (96, 12, False), (96, 8, True), (160, 20, False), (8, 1, False)])
+def test_hadamard_affine_is_the_plain_one(d, n_head, heads_only):
+    x, alpha, beta = randn(2, 5, d, grad=True), randn(d, grad=True), randn(d, grad=True)
+    y, plain = (f(x, alpha, beta, n_head, heads_only) for f in (hadamard_affine, kernels.plain_hadamard_affine))
+    dy = randn(2, 5, d)
+    assert error(y, plain) < 1e-14
+    for a, b in zip(*(torch.autograd.grad(out, (x, alpha, beta), dy) for out in (y, plain))):
+        assert error(a, b) < 1e-14
+
+
 def test_hadamard_gradients_of_vectors_are_summed_block_by_block():
     "Row after row, equal gradients would be 3e-4 off in fp32"
     dy, u = torch.full((2**15, 768), 0.1), torch.full((2**15, 768), 3.0)
@@ -766,9 +776,11 @@ def test_hadamard_triton_takes_what_it_can_hold(monkeypatch):
         assert not path or torch.cuda.is_available() or path == "Triton kernel" + ", in 16 bits on tensor cores" * untried
     monkeypatch.setattr(kernels, "UNTRIED", False)
     monkeypatch.setattr(kernels, "_capability", lambda device: (9, 0))
-    said = [kernels.hadamard_path(d, device) for d, device in ((64, "cpu"), (64, "cuda:1"), (2**17, "cuda"))]  # for the log
-    assert said == ["PyTorch, by small dense products", *(("Triton kernel", "PyTorch, as the Triton kernel has no plan for this width")
-                                                          if kernels.triton else ["PyTorch, as Triton is not installed"] * 2)]
+    said = [kernels.hadamard_path(d, "cpu", *how) for d, *how in ((64,), (160,), (256,), (64, 4, True))]  # for the log
+    assert said == [f"PyTorch, by {way}" for way in ("one dense product", "small dense products, in 16 bits by one", *["small dense products"] * 2)]
+    said = [kernels.hadamard_path(d, device) for d, device in ((64, "cuda:1"), (2**17, "cuda"))]
+    assert said == (["Triton kernel", "PyTorch, as the Triton kernel has no plan for this width"] if kernels.triton else
+                    ["PyTorch, as Triton is not installed"] * 2)
     for device in ("cpu", "cuda"):  # a path was named that hadamard_affine refuses, or the answer was a TypeError
         refuses(lambda: kernels.hadamard_path(7, device), "order d=7", "are 4 and 8")
         refuses(lambda: kernels.hadamard_path(770, device, 12), "d=770 is no multiple of n_head=12")
@@ -3478,11 +3490,7 @@ def _fo_reference(inputs, act, dh, dc):
     if act:
         z, f, o = banks[0].chunk(3, -1)
         banks = z.tanh(), f.sigmoid(), o.sigmoid()
-    h, c = [], c0
-    for z, f, o in zip(*(x.unbind(1) for x in banks)):
-        c = f * c + (1 - f) * z
-        h.append(o * c)
-    h = torch.stack(h, 1)
+    h, c = kernels.plain_fo_pool(*banks, c0)
     grads = torch.autograd.grad((h * dh.double()).sum() + (c * dc.double()).sum(), inputs)
     return h.detach(), c.detach(), grads
 
