@@ -1756,6 +1756,8 @@ def plot_compare(plt, rows):
     base = {r["seed"]: r["val_loss"] for r in rows if r["index"] == 0}
     whole = {s for s in base if sum(r["seed"] == s for r in rows) == len({r["index"] for r in rows})}
     rows = sorted((r for r in rows if r["seed"] in whole), key=lambda r: r["seed"])  # the rest is of a seed that was interrupted
+    if not rows:  # the baseline's may be damaged
+        return warn("note: compare's last run holds no whole seed with its baseline, so there is no figure of it")
     variants = dict(sorted({r["index"]: r["variant"] or "default" for r in rows}.items()))
     fig, axes = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
     for i, name in variants.items():

@@ -1,6 +1,6 @@
 """
 Operators of papers [1] and 3, SHAQ, and two helpers of attention, each with a fast path for GPUs (Triton) and one for everything else
-(PyTorch). Paper 2's operator is attention() in model.py, in PyTorch alone. plain_hadamard_affine and plain_fo_pool are the definitions.
+(PyTorch). Paper 2's operator is attention() in model.py, in PyTorch. plain_hadamard_affine and plain_fo_pool are the definitions.
 
     hadamard_matrix(n)                        the matrix itself, entries +1 and -1
     hadamard_transform(x, scale)              scale * (x @ H), a true H for every order that hadamard_matrix knows
@@ -11,7 +11,7 @@ Operators of papers [1] and 3, SHAQ, and two helpers of attention, each with a f
     one_query_attention(q, k, v, mask)        softmax(q k^T / sqrt(w) + mask) v of a single query a head, for decoding
 
 README, section 4, says which lines to copy for one of them. Each needs torch (2.11 to 2.13 were tried), uses Triton (3.6 to 3.9) where that is
-installed, and nothing else. After import, kernels.triton = None takes PyTorch on a GPU, too.
+installed, and nothing else. Right after the import kernels.triton = None takes PyTorch on a GPU, too.
 
 [1] Aggarwal and Kumar, Rethinking Attention Output Projection, arXiv:2603.08343v2
 [QRNN] Bradbury et al., Quasi-Recurrent Neural Networks, arXiv:1611.01576
@@ -151,7 +151,8 @@ def hadamard_matrix(n, dtype=torch.float32, device=None):
 
 
 def plain_hadamard_affine(x, alpha, beta, n_head=1, heads_only=False):
-    "The definition of hadamard_affine, at a dense product's price: x (..., d), alpha and beta (d,) -> (..., d)"
+    """The definition of hadamard_affine: x (..., d), alpha and beta (d,) of its dtype -> (..., d). It takes a dense product's time, and that of
+    making H; in fp16 x @ H may overflow"""
     d = x.shape[-1]
     H_h, rest = hadamard_matrix(n_head), torch.eye(d // n_head) if heads_only else hadamard_matrix(d // n_head)
     H = torch.kron(H_h, rest).to(x)                                                       # (d, d)
@@ -1314,13 +1315,14 @@ def hadamard_norm_is_fused(d, n_head=1, heads_only=False):
 
 def hadamard_path(d, device, n_head=1, heads_only=False):
     """The path hadamard_affine takes on this device, in words, for a log; "cuda" where no GPU is stands for an H200. It leaves out that fp64
-    is always PyTorch's and that forward up to 132 rows never takes tensor cores. ValueError for sizes that hadamard_affine refuses."""
+    is always PyTorch's, that forward up to 132 rows never takes tensor cores and that a CPU computes few rows in fp32. ValueError for
+    sizes that hadamard_affine refuses."""
     if n_head < 1 or d % n_head:
         raise ValueError(f"hadamard_path: d={d} is no multiple of n_head={n_head}")
     _check_orders(d, n_head, heads_only)
     if torch.device(device).type != "cuda":
         one = 0 if heads_only or d > 192 else 1 if d > 96 else 2  # see _factors
-        return "PyTorch, by " + ("small dense products", "small dense products, in 16 bits by one", "one dense product")[one]
+        return "PyTorch, by " + ("small dense products", "small dense products, in bf16 by one", "one dense product")[one]
     if triton is None:
         return "PyTorch, as Triton is not installed"
     if _plan(d, n_head, heads_only, 16) is None:
@@ -1432,7 +1434,8 @@ FO_CHUNK, CPU_CHUNK = 16, 8
 
 
 def plain_fo_pool(z, f, o, c0=None):
-    "The definition of fo_pool: z, f, o (B, T, H), activated, c0 (B, H) -> h (B, T, H), the last c (B, H). On a CPU 3 times the operator's time"
+    """The definition of fo_pool, T of 1 or more, fp32 or wider: z, f, o (B, T, H), activated, c0 (B, H) -> h (B, T, H), the last c (B, H). On a
+    CPU it takes 3 times as long"""
     c, h = torch.zeros_like(z[:, 0]) if c0 is None else c0, []
     for z_t, f_t, o_t in zip(z.unbind(1), f.unbind(1), o.unbind(1)):
         c = f_t * c + (1 - f_t) * z_t

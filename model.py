@@ -298,7 +298,7 @@ class Attention(nn.Module):
         return y.transpose(1, 2).reshape(B, T, d)                                        # Concat(heads)
 
     def forward(self, x, table=None, cache=None, at=None, mask=None):
-        "x (B, T, d) -> (B, T, d); the rest as in attend(). What is done to y here must be done in forward_and_norm(), too"
+        "x (B, T, d) -> (B, T, d); the rest as in attend(). What is done to y here, dropout apart, must be done in forward_and_norm(), too"
         y = self.attend(x, table, cache, at, mask)
         if self.attn_out == "dense":
             y = self.c_proj(y)                                                           # Y W_O
@@ -432,7 +432,9 @@ class GPT(nn.Module):
             rows, at, mask = pos, pos, up_to(pos, cache[0][0].size(2), product_dtype(x))  # mask (1, positions)
         else:
             rows, at, mask = slice(pos, pos + T), (pos, pos + T), None  # at is a pair: given slices, torch 2.11 would compile blocks anew
-            if not 0 <= pos <= self.config.block_size - T:
+            if pos < 0:
+                raise ValueError(f"pos={pos}: expected 0 or more")
+            if pos + T > self.config.block_size:
                 raise ValueError(f"{pos + T} tokens, but block_size is {self.config.block_size}: crop idx, as generate() does")
         if self.wpe is not None:
             x = x + self.wpe.weight[rows]
@@ -1074,8 +1076,8 @@ class QRNN(nn.Module):
         Z = tanh(W_z * X)    F = sigmoid(W_f * X)    O = sigmoid(W_o * X)    c_t = f_t c_(t-1) + (1 - f_t) z_t    h_t = o_t c_t
 
     W * X is the convolution, over x_(t-window+1) .. x_t. qrnn_pool computes all that follows it; to try another recurrence, put a loop over t,
-    such as plain_fo_pool's, in its place (autograd differentiates it) and train with --compile=0. The authors' pytorch-qrnn has f for 1 - f, and
-    x_t before x_(t-1): to load its weights, negate W_f and b_f, and swap the two halves of W's columns."""
+    such as plain_fo_pool's in fp32, in its place (autograd differentiates it) and train with --compile=0. The authors' pytorch-qrnn has f for
+    1 - f, and x_t before x_(t-1): to load its weights, negate W_f and b_f, and swap the two halves of W's columns."""
 
     def __init__(self, config):
         super().__init__()

@@ -92,8 +92,8 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--compile", type=flag01, help="torch.compile the model and, on one GPU, replay steps, or their micro-batches, as CUDA graphs "
                                        "(default 1 on CUDA, where Triton is installed; no graphs with dropout in heads whose values, "
                                        "2 x as wide in dva, are above 256 and below block_size, or in dva_outer)")
-    add("--init_from", metavar="CKPT", help="start from this checkpoint's weights, with a fresh optimiser and the recipe of its size; of its "
-                                            "model only dropout and, with rope, block_size may change. For fine-tuning, often with a lower --lr")
+    add("--init_from", metavar="CKPT", help="start from this checkpoint's weights, with a fresh optimiser, the recipe of its size and, unless "
+                                            "--dataset is typed, its data; of its model only dropout and, with rope, block_size may change")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")
     return vars(parser.parse_args(argv))
 
@@ -288,7 +288,7 @@ def main():
     accumulate = B // (micro * m.world)
     if len(data.val) <= T:
         die(f"the validation data has {len(data.val):,} tokens, one window takes {T + 1}: prepare more text"
-            + ", or lower --block_size" * (not loaded))
+            + ", or lower --block_size" * (not loaded or not resume and stored["pos"] == "rope"))
     windows = Windows(data.train, T, B, s["seed"], m.device)
 
     # model, optimiser
