@@ -925,7 +925,7 @@ def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_onl
         at_once = [pre] if kernels._plan(d, n_head, heads_only, 8 * dtype.itemsize, "backward") else []
         *dx, dalpha, dbeta = kernels._grads_triton(x, dy, scale, n_head, heads_only, *at_once)
         u = (pre * x.double()) @ H
-        plain = [(None, None, u), (alpha, None, alpha * u)] * (dtype == torch.float16 or dtype == torch.bfloat16 and d < 100)  # without alpha and beta
+        plain = [(None, None, u), (alpha, None, alpha * u)] * (dtype != torch.float32)  # without alpha and beta, in 16 bits
         for y, exact in (*((kernels._transform_triton(x, a, b, pre, scale, n_head, heads_only), exact)
                            for a, b, exact in [(alpha, beta, alpha * u + beta), *plain]),
                          *((y, (pre * dy.double()) @ H) for y in dx)):
@@ -3616,7 +3616,7 @@ def test_fopool_triton_equals_torch(B, T, H, act, segments, warps, dtype, tol, m
     inputs, dh, dc = _fo_inputs(B, T, H, act, dtype)
     *banks, c0 = inputs
     assert kernels._fo_plan(*(banks[0].chunk(3, -1) if act else banks))[3][1] == segments
-    for c, *given in ((c0, dh, dc), (c0, dh, None), (None, torch.zeros_like(dh), dc))[:3 if dtype == torch.float32 and T != 18 else 1]:
+    for c, *given in ((c0, dh, dc), (c0, dh, None), (None, torch.zeros_like(dh), dc))[:3 if dtype == torch.float32 else 1]:
         for x, r in zip(*(_fo_passes(path, banks, c, *given, act) for path in ("triton", "torch"))):
             assert x.dtype == r.dtype and (x - r).abs().max() <= tol * r.abs().max()
 
@@ -5112,8 +5112,6 @@ def test_shaq_compiled_is_not_compiled_and_compiles_no_more_for_new_window_lengt
     assert any("fo_pool" in n for n in nodes) == (preset == "shaq") and any("sigmoid" in n for n in nodes) == (preset == "mean_mem")
     assert any("ln_mem" in n for n in nodes)  # the block itself is compiled, round them
     assert not any("lstm" in n for n in nodes) and any("W_q" in n for n in nodes)  # nor is attention, but for its queries
-    if preset == "shaq":  # the other has both of the methods that compile() replaces
-        return
     calls = []
     for block in models[1].blocks:
         block.register_forward_hook(lambda *a: calls.append(1))
@@ -8092,9 +8090,9 @@ def seconds(f, T=512):
 def loop(T):  # its first T steps alone, of tensors of 512
     bench.range = lambda _: range(T)
     return seconds(bench.pool_loop, T)
-def share(W=torch.randn(1024, 1024)):  # of the cores that a large product gets: 1, unless other work is on them
+def share(W=torch.randn(2048, 2048)):  # of the cores that a large product gets: 1, unless other work is on them
     start, cpu = time.perf_counter(), time.process_time()
-    for _ in range(8):
+    for _ in range(4):
         W @ W
     return (time.process_time() - cpu) / (time.perf_counter() - start) / torch.get_num_threads()
 pool = lambda gates: qrnn_pool(gates)[0]
