@@ -201,14 +201,14 @@ def test_hadamard_matrix_is_symmetric_and_orthogonal_for_every_order():
             n, half, H = 2 * n, H, hadamard_matrix(2 * n, torch.int8)
             for i, j in itertools.product(range(2), repeat=2):
                 assert torch.equal(H[i::2, j::2], -half if i * j else half), n
-    for n in (*range(1, 129), 768, 1536):
+    for n in range(1, 129):
         if n in orders:
             H = hadamard_matrix(n)
             assert torch.equal(H, H.T) and torch.equal(H @ H, n * torch.eye(n)), n
     assert len(orders) == 666 and {1, 2, 4, 12, 20, 24, 28, 36, 44, 48, 60, 64, 96, 768, 1024, 1536, 2560, 3072} <= set(orders)
 
 
-def test_hadamard_matrix_kronecker_identity():
+def test_hadamard_matrix_is_the_published_one_and_the_callers():
     assert torch.equal(hadamard_matrix(4, torch.int64), torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]))
     hadamard_matrix(12, torch.int8).zero_()
     assert hadamard_matrix(12, torch.int8).all()  # what the caller does to it is the caller's
@@ -224,7 +224,7 @@ def test_hadamard_matrix_kronecker_identity():
 
 
 def test_hadamard_transform_is_the_dense_product():
-    for n in (1, 2, 4, 12, 16, 20, 24, 28, 36, 44, 60, 96, 128, 640, 768, 1024, 1536, 2560):
+    for n in (1, 2, 4, 12, 16, 20, 24, 28, 36, 44, 60, 96, 128, 640, 768, 1024, 1536, 2048, 2560, 3072, 4096):
         x, H = randn(5, n), hadamard_matrix(n, torch.float64)
         assert error(hadamard_transform(x), x @ H) < 1e-12 and error(hadamard_transform(x, 0.3), 0.3 * (x @ H)) < 1e-12
         for scale in (1.0, 0.5):  # one-hot rows, of several blocks
@@ -233,14 +233,14 @@ def test_hadamard_transform_is_the_dense_product():
         assert torch.equal(hadamard_transform(ints.float()), (ints @ hadamard_matrix(n, torch.int64)).float())       # bit for bit
 
 
-@pytest.mark.parametrize("d, n_head, heads_only", LAYERS)
+@pytest.mark.parametrize("d, n_head, heads_only", [*LAYERS, (96, 1, False), (96, 12, False), (96, 8, True), (160, 20, False), (8, 1, False)])
 def test_hadamard_affine_and_gradients_are_the_dense_layers(d, n_head, heads_only):
-    x, alpha, beta, dy = randn(33, d, grad=True), randn(d, grad=True), randn(d, grad=True), randn(33, d)
-    y = hadamard_affine(x, alpha, beta, n_head, heads_only)
+    x, alpha, beta, dy = randn(3, 11, d, grad=True), randn(d, grad=True), randn(d, grad=True), randn(3, 11, d)
+    y, plain = (f(x, alpha, beta, n_head, heads_only) for f in (hadamard_affine, kernels.plain_hadamard_affine))
     z = alpha * (x @ layer_matrix(d, n_head, heads_only)) + beta                                                      # [1, eq. 1]
-    assert error(y, z.detach()) < 1e-12
-    for g, exact in zip(torch.autograd.grad(y, (x, alpha, beta), dy), torch.autograd.grad(z, (x, alpha, beta), dy)):
-        assert error(g, exact) < 1e-12
+    assert error(y, z.detach()) < 1e-12 and error(y, plain) < 1e-14
+    for g, defined, exact in zip(*(torch.autograd.grad(t, (x, alpha, beta), dy) for t in (y, plain, z))):
+        assert error(g, exact) < 1e-12 and error(g, defined) < 1e-14
 
 
 @pytest.mark.parametrize("d, n_head, heads_only", [(12, 1, False), (8, 2, False), (24, 2, False), (24, 12, True), (8, 1, True)])
@@ -375,16 +375,6 @@ def test_hadamard_norm_gradient_is_of_fp32_products_where_all_else_is_in_16_bits
         norm = F.rms_norm if rms else F.layer_norm
         wanted, = torch.autograd.grad(norm(exact, (64,), weight.double()), exact, g.double())
         assert error(torch.autograd.grad(normed, r, g)[0], wanted) < 1e-6
-
-
-@pytest.mark.parametrize("d, n_head, heads_only", [(96, 1, False), (96, 12, False), (96, 8, True), (160, 20, False), (8, 1, False)])
-def test_hadamard_affine_is_the_plain_one(d, n_head, heads_only):
-    x, alpha, beta = randn(2, 5, d, grad=True), randn(d, grad=True), randn(d, grad=True)
-    y, plain = (f(x, alpha, beta, n_head, heads_only) for f in (hadamard_affine, kernels.plain_hadamard_affine))
-    dy = randn(2, 5, d)
-    assert error(y, plain) < 1e-14
-    for a, b in zip(*(torch.autograd.grad(out, (x, alpha, beta), dy) for out in (y, plain))):
-        assert error(a, b) < 1e-14
 
 
 def test_hadamard_gradients_of_vectors_are_summed_block_by_block():
@@ -913,7 +903,7 @@ def rounded(exact, dtype):
 @needs_triton
 @pytest.mark.parametrize("d, n_head, heads_only", [(8, 1, False), (64, 1, False), (1024, 1, False), (96, 1, False), (768, 12, False), (640, 20, False),
                                                    (224, 1, False), (96, 8, False), (3072, 24, False), (3072, 32, False), (1536, 16, False), (768, 12, True),
-                                                   (1536, 16, True), (320, 2, True), (512, 64, True)])
+                                                   (1536, 16, True), (320, 2, True), (512, 64, True), (2048, 16, False), (2560, 20, False)])
 def test_hadamard_triton_is_exact_and_stays_inside_its_rows(d, n_head, heads_only, monkeypatch, guarded):
     monkeypatch.setattr(kernels, "_capability", lambda device: (7, 5))  # without bf16's tensor cores
     monkeypatch.setattr(kernels, "_FEW", 1)  # both plans with small numbers of rows; R + 1 are a whole block of them and one more
@@ -1185,14 +1175,10 @@ def make(scale=1.0, double=False, seed=0, **config):
     return m.double() if double else m
 
 
-def test_gpt_parameter_counts_of_the_output_projections():
-    "The papers' figures are in test_bench_params_are_the_papers"
-    counts = [params(**SIZES["tiny"], attn_out=out) for out in ("dense", "hadamard", "head_hadamard", "identity")]
-    d, layers = SIZES["tiny"]["n_embd"], SIZES["tiny"]["n_layer"]
-    assert counts[0] - counts[1] == layers * (d * d - d) and counts[1] == counts[2] == counts[3]  # d^2 + d of W_O and its bias -> 2 d
-
-
 def test_gpt_dva_paper_and_nano_counts():
+    "Paper 1's figures are in test_bench_params_are_the_papers"
+    counts = [params(**SIZES["tiny"], attn_out=out) for out in ("dense", "hadamard", "head_hadamard", "identity")]
+    assert counts[0] - counts[1] == 12 * (768**2 - 768) and counts[1] == counts[2] == counts[3]  # d^2 + d of W_O and its bias -> 2 d
     assert params(**SIZES["gpt2_book"]) == 162_419_712 and params(**SIZES["dva_book"]) == 112_800_768
     assert (SIZES["dva_book"]["attn"], SIZES["gpt2_book"].get("attn", "mha")) == ("dva", "mha")  # no count tells dva from its outer form
     control = SIZES["gpt2_book"] | dict(n_layer=5)  # a GPT-2 as small as DVA
@@ -1896,12 +1882,13 @@ def test_gpt_blocked_attention_drops_the_same_when_it_is_recomputed(monkeypatch)
 @pytest.mark.parametrize("attn", CHOICES["attn"])
 @pytest.mark.parametrize("pos", CHOICES["pos"])
 def test_gpt_cached_generation_is_the_uncached_one(attn, pos):
-    m, idx = make(scale=3.0, attn=attn, pos=pos, dropout=0.5, mlp="none" if attn == "dva" else "swiglu"), torch.randint(0, 97, (3, 5))
-    state = torch.get_rng_state()
-    for temperature, top_k, n in ((0, None, 40), (1.0, None, 40), (0.7, 5, 9), (99, 2, 9)):  # 5 + 40 is past block_size twice, 5 + 9 is not
-        args = [(n, temperature, top_k, torch.Generator().manual_seed(7), use_cache) for use_cache in (True, False)]
-        cached, uncached = (m.generate(idx, *a) for a in args)
-        assert torch.equal(cached, uncached) and cached.shape == (3, 5 + n) and torch.equal(cached[:, :5], idx)
+    idx, state = torch.randint(0, 97, (3, 5)), torch.get_rng_state()
+    for out in [*CHOICES["attn_out"][1:], "dense"] if attn == "mha" else ["dense"]:
+        m = make(scale=3.0, attn=attn, attn_out=out, pos=pos, dropout=0.5, mlp="none" if attn == "dva" else "swiglu")
+        for temperature, top_k, n in ((0, None, 40), (1.0, None, 40), (0.7, 5, 9), (99, 2, 9)):  # 5 + 40 is past block_size twice, 5 + 9 is not
+            args = [(n, temperature, top_k, torch.Generator().manual_seed(7), use_cache) for use_cache in (True, False)]
+            cached, uncached = (m.generate(idx, *a) for a in args)
+            assert torch.equal(cached, uncached) and cached.shape == (3, 5 + n) and torch.equal(cached[:, :5], idx)
     with patched(m, "new_cache", wraps=m.new_cache) as made:
         y = m.generate(idx, 9)
     assert made.call_args.args == (3, 14)  # no longer than it will be
@@ -2654,6 +2641,12 @@ def ended(result):
     return result
 
 
+def stopped(result):
+    "What a run said that a signal ended"
+    assert result[0] == 130
+    return result[1]
+
+
 @pytest.fixture
 def train(tmp_path, data_dir, run_here, monkeypatch):
     "train(flags...) runs train_gpt.py here"
@@ -2870,7 +2863,7 @@ def test_train_follows_the_recipe_of_the_book(train, data_dir, tmp_path, monkeyp
     assert log[-1]["train_loss"] == pytest.approx(wanted) and f"step 3/3  training split: {wanted:.4f} nats per byte\n" in said
     assert all("train_loss" in r for r in log if "val_loss" in r)
     assert "train_loss" in ended(train("--resume", "--max_steps=4"))[3][-1]  # whose size need not be this machine's default
-    assert not any("train_loss" in r for r in train("--max_steps=1", out="other")[3])  # elsewhere nobody asked for it
+    assert not any("train_loss" in r for r in ended(train("--max_steps=1", out="other"))[3])  # elsewhere nobody asked for it
 
 
 def test_train_learns_logs_samples_and_saves(train, tmp_path, sampled):
@@ -2908,8 +2901,8 @@ def test_train_takes_tiny_on_a_gpu_that_holds_its_batches(train, monkeypatch, tm
     assert "; so;" in first["machine"] and (typed["settings"]["size"], "; so" in typed["machine"]) == ("tiny", False)
     shutil.copytree(data_dir / "mine", tmp_path / "pysource")
     there = "--dataset=pysource", f"--data_dir={tmp_path}"
-    said = [train(*flags, *how, out="".join(how)[-4:])[1] for how in (["--size=tiny"], (*there, "--size=tiny"), (*there, "--size=nano"))]
-    said.append(train("--resume", *there, out="tiny")[1])
+    said = [ended(train(*flags, *how, out="".join(how)[-4:]))[1] for how in (["--size=tiny"], (*there, "--size=tiny"), (*there, "--size=nano"))]
+    said.append(ended(train("--resume", *there, out="tiny"))[1])
     assert ["note: Python's sources are too little" in text for text in said] == [False, True, False, False]
 
 
@@ -3070,11 +3063,11 @@ def test_train_resumes_with_micro_batches_that_divide_where_the_stored_ones_do_n
 
 def test_train_says_that_so_little_text_is_read_too_often(train, data_dir, monkeypatch):
     monkeypatch.setattr(train_gpt, "StopSignal", stops(1))
-    said = [train("--batch_tokens=8192", f"--max_steps={n}", "--micro_batch=64", out=str(n))[1] for n in (3200, 240)]
+    said = [stopped(train("--batch_tokens=8192", f"--max_steps={n}", "--micro_batch=64", out=str(n))) for n in (3200, 240)]
     steps = int(re.search("training tokens .*, ([0-9]+) steps an epoch", said[0])[1])
     assert steps == (len(pd.load_dataset("mine", str(data_dir)).train) - 1) // 32 // 256
     assert f"note: {3200 / steps:.0f} epochs of so little text: validation loss will rise again; --max_steps={16 * steps} takes 16" in said[0]
-    assert "so little text" not in said[1] + train("--resume", out="3200")[1]
+    assert "so little text" not in said[1] + stopped(train("--resume", out="3200"))
 
 
 def test_run_takes_no_network_and_no_tiktoken_for_bytes(either, tmp_path, monkeypatch, capsys):
@@ -3098,13 +3091,14 @@ def test_train_knows_what_other_scripts_call_its_flags(capsys):
 
 def test_train_says_how_to_get_the_papers_dva(train, monkeypatch):
     monkeypatch.setattr(train_gpt, "StopSignal", stops(1))
-    said = [train("--attn=dva", "--attn_out=dense", *flags, out="dva")[1] for flags in (("--mlp=none", "--n_head=1"), ("--mlp=none",), ())]
-    said += [train("--resume", out="dva")[1], train(out="gpt")[1], train("--attn=dva_gate", "--attn_out=dense", out="gate")[1]]
+    runs = [train("--attn=dva", "--attn_out=dense", *flags, out="dva") for flags in (("--mlp=none", "--n_head=1"), ("--mlp=none",), ())]
+    runs += [train("--resume", out="dva"), train(out="gpt"), train("--attn=dva_gate", "--attn_out=dense", out="gate")]
+    said = [*map(stopped, runs)]
     assert "add --mlp=none\n" in said.pop(2) and not any("in its paper" in text for text in said)  # n_head=2 is typed in all but the first
 
 
 def test_train_micro_batches_do_not_change_the_curve(train):
-    logs = [train("--dropout=0", "--eval_tokens=256", f"--micro_batch={n}", out=f"out{n}")[3] for n in (1, 4, 99)]
+    logs = [ended(train("--dropout=0", "--eval_tokens=256", f"--micro_batch={n}", out=f"out{n}"))[3] for n in (1, 4, 99)]
     assert logs[2][0]["settings"]["micro_batch"] == 99  # not 8, all that there are here: resumed elsewhere it may be more
     curves = [(*losses(log), {r["step"]: r["norm"] for r in log if "norm" in r}) for log in logs]  # AdamW would forgive a wrong norm
     assert all(a == pytest.approx(b, abs=5e-6) for curve in curves[1:] for a, b in zip(curves[0], curve))
@@ -3472,7 +3466,7 @@ def test_sample_bad_input_is_one_line(run_here, tmp_path, monkeypatch):
     hacked["model"]["h.0.attn.gate"] = hacked["model"].pop("h.0.ln_1.bias")
     torch.save(hacked, tmp_path / "hacked.pt")
     monkeypatch.chdir(tmp_path)
-    for status, flag, word in ((1, "--ckpt=none.pt", "none.pt does not exist"), (1, "--ckpt=.", "."), (1, "--prompt=", "--prompt"),
+    for status, flag, word in ((1, "--ckpt=none.pt", "none.pt does not exist"), (1, "--ckpt=.", ". is a folder"), (1, "--prompt=", "--prompt"),
                                (1, "--ckpt=hacked.pt", 'Missing key(s) in state_dict: "h.0.ln_1.bias". Unexpected key(s) in state_dict: "h.0.attn.gate"'),
                                (2, "--top_k=-1", "top_k"), (2, "--temperature=-1", "temperature"), (2, "--tokens=-1", "tokens"),
                                (2, "--device=gpu", "device"), (1, f"--device={ABSENT}", "take --device=cpu")):
@@ -3746,13 +3740,14 @@ def test_fopool_takes_any_strides(monkeypatch):
     assert torch.cuda.is_available() or device_of.call_count == 2 * 3 + 2  # each launch is on its tensors' GPU
 
 
-@needs_triton
 def test_fopool_empty_sizes():
     for B, T, H in ((0, 5, 3), (2, 0, 3), (2, 5, 0)):
         gates, c0 = torch.randn(B, T, 3 * H, requires_grad=True), torch.randn(B, H, requires_grad=True)
         h, c = kernels.qrnn_pool(gates, c0)
         (h.sum() + c.sum()).backward()
         assert h.shape == (B, T, H) and c.shape == (B, H) and gates.grad.shape == gates.shape
+        if kernels.triton is None:
+            continue
         z, f, o = gates.detach().chunk(3, -1)
         h, c, edges = kernels._fo_forward_triton(z, f, o, c0.detach(), True)
         dc0 = kernels._fo_backward_triton(z, f, o, edges, h, c, z.clone(), f.clone(), o.clone(), True)
@@ -4157,7 +4152,7 @@ def test_shaq_flops_per_token_by_hand():
     assert flops("mean_mem", mem_len=20, mean_window=6) == 6 * (4 * 12 * d * d + d * d + 11 * d) + 12 * d * 7
 
 
-@pytest.mark.parametrize("preset, more", [*((p, {}) for p in DISTINCT),
+@pytest.mark.parametrize("preset, more", [*((p, {}) for p in SHAQ_PRESETS),
                                           ("shaq", dict(attn_layers=())), ("mean_mem", dict(mem_len=13))])  # which soon is full
 def test_shaq_windows_cut_anywhere_give_one_sequence(preset, more):
     """Also for mean memory, whose grid of windows (5 positions here) the cuts need not respect, and T = 1."""
@@ -4484,6 +4479,22 @@ def test_lamb_leaves_parameters_without_gradient_survives_a_zero_gradient_and_wa
     meta = nn.Parameter(torch.empty(5, 7, device="meta"))
     meta.grad = torch.empty_like(meta)
     LAMB([meta], weight_decay=0.1).step()  # a meta tensor has no value to wait for: reading one fails
+    counts = []
+
+    class Operators(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            counts[-1] += 1
+            return f(*args, **(kwargs or {}))
+
+    for n in (3, 30):  # as many operators however many tensors
+        many = [nn.Parameter(torch.empty(5, 7, device="meta")) for _ in range(n)]
+        for p in many:
+            p.grad = torch.empty_like(p)
+        (optimizer := LAMB(many)).step()  # the first makes the averages
+        counts.append(0)
+        with Operators():
+            optimizer.step()
+    assert 12 < counts[0] == counts[1] < 30
 
 
 def test_lamb_wants_fp32_and_numbers_that_make_sense():
@@ -5413,7 +5424,7 @@ def test_gpu_shaq_is_a_cpus_and_generates_byte_by_byte(preset, monkeypatch):
 def test_gpu_training_run_is_a_cpus(train, monkeypatch):
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # products in TF32 would be 1e-3 off
     flags = "--size=nano", "--dropout=0", "--attn_out=hadamard"  # a GPU's default is another, with another rate at the end
-    cpu, gpu = losses(train(*flags, out="cpu")[3]), losses(train(*flags, "--device=cuda", "--compile=1", out="gpu")[3])
+    cpu, gpu = losses(ended(train(*flags, out="cpu"))[3]), losses(ended(train(*flags, "--device=cuda", "--compile=1", out="gpu"))[3])
     assert all(a == pytest.approx(b, abs=2e-3) for a, b in zip(gpu, cpu))
 
 
@@ -6747,19 +6758,19 @@ def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data, capsys, mon
     monkeypatch.setattr(bench.time, "strftime", lambda form: form)  # all begin at the same time, and are told apart
     for model, variants, text in (("gpt", ["attn_out=dense", "attn_out=identity,n_embd=16"], GPT_SET),
                                   ("shaq", ["preset=sharnn", "preset=shaq"], SHAQ_SET)):
-        flags = [f"--model={model}", *(f"--variant={v}" for v in variants), common(bench_data, text), "--seeds=1", "--seed=7", "--points=1"]
-        a, b = sorted(bench_run(tmp_path, "compare", *flags, "--equal=flops"), key=lambda r: r["index"])
+        flags = [f"--model={model}", *(f"--variant={v}" for v in variants), common(bench_data, text), "--seed=7", "--points=1"]
+        rows = bench_run(tmp_path, "compare", *flags, "--equal=flops", f"--seeds={1 + (model == 'gpt')}")
+        a, b = sorted((r for r in rows if r["seed"] == 7), key=lambda r: r["index"])
         if model == "shaq":
             assert [r["preset"] for r in (a, b)] == ["sharnn", "shaq"] and [r["paper"] for r in (a, b)] == [1.208, 1.18]
             assert a["tokens"] == 4 * sum(train_shaq.window_length(7, i, 16) for i in range(a["steps"]))
             assert "note: --set takes the place of what runs without it, --set=n_embd=64,bptt" in (out := capsys.readouterr().out)
             assert [r["settings"]["rnn"] for r in (a, b)] == ["lstm", "qrnn"] and a["settings"]["batch"] == 4  # what ran stands in each record
             assert "| `preset=shaq` |" in out and f"| {b['params']:,} | {b['steps']} | 1.18 bpc | {b['val_loss']:.4f} |" in out
-        assert a["seed"] == b["seed"] == 7 and b["steps"] > a["steps"]
+        assert sorted(r["seed"] for r in rows) == [7, 7] + [8, 8] * (model == "gpt") and b["steps"] > a["steps"]
         assert abs(b["curve"][-1][3] / a["curve"][-1][3] - 1) < 0.5 / (b["steps"] - 0.5)  # the nearest number of steps
-        if model == "gpt":  # each its own, whichever goes first
-            rows = bench_run(tmp_path, "compare", *flags, "--equal=flops", "--seeds=2")
-            assert {(r["index"], r["steps"], r["curve"][-1][0]) for r in rows} == {(0, a["steps"], a["steps"]), (1, b["steps"], b["steps"])}
+        # each its own, whichever goes first
+        assert {(r["index"], r["steps"], r["curve"][-1][0]) for r in rows} == {(0, a["steps"], a["steps"]), (1, b["steps"], b["steps"])}
 
         def took(work, m, rounds, least):
             assert (rounds, least) == (5, 0.0)
@@ -6771,7 +6782,7 @@ def test_bench_compare_at_equal_flops_and_time(tmp_path, bench_data, capsys, mon
         done, real, held = [], bench.Peak, lambda: any(t() for t in done)
         with (patched(bench, "timed", took),  # whose models are gone before a run's memory is measured
               patched(bench, "Peak", lambda m: [held() and (gc.collect(), held())[1] and pytest.fail("held"), real(m)][-1])):
-            a, b = sorted(bench_run(tmp_path, "compare", *flags, "--equal=time"), key=lambda r: r["index"])
+            a, b = sorted(bench_run(tmp_path, "compare", *flags, "--equal=time", "--seeds=1"), key=lambda r: r["index"])
         assert a["steps"] == (12 if model == "gpt" else 6) and b["steps"] == 1.5 * a["steps"] and math.isfinite(b["val_loss"])
     assert plotted(tmp_path) == {"compare_shaq", "ablations"}  # of the last run
 
@@ -7273,8 +7284,7 @@ def test_bench_mistakes_end_in_one_line(tmp_path, capsys, monkeypatch):
         (["scaling", "--set=n_embd=8,attn_out=dense"], "attn_out, n_embd"), (["scaling", "--set=", "--set=lr=1"], "rates in --lr"),
         (["scaling", "--sizes=nano,nano"], "two sizes or more"),
         (["kernels", "--widths=71"], "nearest that work"),
-        (["kernels", "--pool=3"], "expected BxTxH"), (["kernels", "--heads=1x8x16"], "a multiple of 12"),
-        (["plot", f"--records={tmp_path}"], "error: ")):
+        (["kernels", "--pool=3"], "expected BxTxH"), (["kernels", "--heads=1x8x16"], "a multiple of 12")):
         fails(capsys, lambda: bench.main(argv), words)
     for argv, words in (
         (["compare", "--variant=attn_ot=dense", "--variant="], "did you mean --attn_out?"),
@@ -7919,7 +7929,7 @@ def compile_in(pool, case):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled(request, tmp_path_factory):
+def compiled(request):
     "{case: code_of it, to come}: a process compiles what the selected tests want from the start, beside the others, which take one core"
     names, before = str([item.name for item in request.session.items]), os.environ.copy()
     cases = [case for code in ("fopool", "hadamard", "rope", "one_query") if f"{code}_machine_code" in names for case in CODE[code]]
@@ -7927,10 +7937,9 @@ def compiled(request, tmp_path_factory):
         yield
         return
     with bench.compilers(1) as pool:
-        cache = os.environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-        jobs = {case: compile_in(pool, case) for case in cases}
+        jobs = {case: compile_in(pool, case) for case in cases}  # in Triton's own cache: the next time they are there
         os.environ.clear()  # the process has its own
-        os.environ.update(before, TRITON_CACHE_DIR=cache)  # for `bench.py code`, which wants some of the same
+        os.environ.update(before)
         yield jobs
         pool.shutdown(cancel_futures=True)  # after an interrupt
 
@@ -7951,8 +7960,9 @@ def test_hadamard_machine_code_has_few_instructions_and_no_spills_but_those_know
             warps = 1 if "dots" in kind else kernels._plan(d, n_head, only, 32 if dtype == "fp32" else 16, kind)[1]
             held = kernels._programs(2**40, code.plan, warps, torch.device("cpu"), kind.removeprefix("dots ")) // 132 * warps
             print(what, code.registers, "registers,", held, "warps launched")
-            if code.registers > {8: 255, 12: 168, 16: 128}[held]:
-                faults.append((what, "registers for fewer warps than are launched", code.registers, held))
+            room = (164 if sm == 80 else 228) * 1024 // (held // warps) - 1024  # of which a program's start takes 1 KiB
+            if code.registers > {8: 255, 12: 168, 16: 128}[held] or code.shared > room:
+                faults.append((what, "room for fewer warps than are launched", code.registers, code.shared, held))
         if kind.startswith("dots"):  # 4 products for each M of the left, 8 for the right, as it takes halves; with fp32 to begin with twice as many
             plan, back = code.plan, kind == "dots backward"
             products = plan["M"] * plan["P"] * plan.get("G", 1) * (4 * plan["M"] * (1 + (kind == "dots pre")) + 8 + back * (8 * plan["M"] + 8))
@@ -7968,8 +7978,10 @@ def test_hadamard_machine_code_has_few_instructions_and_no_spills_but_those_know
                              or code.registers > (168 + 40 * OLD if kind == "dots forward" and d < 4096 else 240 + 10 * OLD)):
                 faults.append((what, code.registers, code.shared, moved))
             continue
-        wide = [sum(op.startswith(memory) and (".64" in op or ".128" in op) for op in code.ops) for memory in ("LDG", "STG")]
-        ops, tiles = [op[:3] for op in code.ops if op.startswith(("LDG", "STG"))], code.plan["M"] * code.plan["P"]
+        at_once = code.plan["V"] * (4 if dtype == "fp32" else 2)  # bytes of x or y that a thread should move
+        width = {16: ".128", 8: ".64"}.get(at_once, "")
+        moved, tiles = [op for op in code.ops if re.match("(LDG|STG)[.]", op)], code.plan["M"] * code.plan["P"]
+        ops, wide = [op[:3] for op in moved], [sum(op.startswith(memory) and width in op for op in moved) for memory in ("LDG", "STG")]
         print(what, f"{code.each:.1f} instructions an element, the loop {code.loop:.1f}, {code.far} far, {code.registers} registers, "
               f"stack {code.stack}, {wide} wide")
         in_loop = kind in ("grads", "backward", "norm backward")
@@ -7977,8 +7989,10 @@ def test_hadamard_machine_code_has_few_instructions_and_no_spills_but_those_know
         # fewer than half: something was not counted
         if code.stack or not ceiling / 2 < counted <= ceiling or any(op.startswith(("LDL", "STL")) for op in code.ops):
             faults.append((what, code.each, code.stack))
-        if kind == "forward" and code.plan["V"] >= 4 and (wide[0] < ops.count("LDG") or wide[1] < tiles):
-            faults.append((what, "loads or stores of fewer than 8 bytes", wide))
+        if kind in ("forward", "pre") and at_once >= 8 and (min(wide) < tiles or not all(width in op or ".128" in op for op in moved)):
+            faults.append((what, f"loads or stores of fewer than {at_once} bytes", moved))
+        if not in_loop and kind != "norm" and code.registers > 128:
+            faults.append((what, "fewer than 16 warps a multiprocessor", code.registers))
         far = {"grads": 4, "backward": 5, "norm": 4, "norm backward": 10 - ("RMS" in what)}.get(kind, 2)
         if code.far < far:  # where a kernel loops over rows no test has 2^31 elements
             faults.append((what, "32-bit offsets of rows", code.far))
@@ -7989,8 +8003,8 @@ def test_hadamard_machine_code_has_few_instructions_and_no_spills_but_those_know
             faults.append((what, "fewer than 15 warps a multiprocessor, or loads behind a store", code.registers, ops.index("STG")))
         if in_loop and not 0 < code.loop < code.each:
             faults.append((what, "no loop found", code.loop))
-        ahead = 4 * tiles * (code.plan["V"] * (4 if dtype == "fp32" else 2) >= 4)  # of x and dy, before the loop and in it; from 4 bytes on
-        if kind in ("grads", "backward") and sum(op.startswith("LDGSTS") for op in code.ops) != ahead:
+        ahead = 4 * tiles * (at_once >= 4)  # of x and dy, before the loop and in it; from 4 bytes on
+        if kind in ("grads", "backward") and sum(op.startswith("LDGSTS") and width in op for op in code.ops) != ahead:
             faults.append((what, "the next rows are not copied meanwhile", ahead))
     assert not faults
     for case in WIDE_CODE:
@@ -8050,7 +8064,7 @@ on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reaso
 
 @on_x86
 @pytest.mark.parametrize("d, dtype, least", [(1024, torch.float32, 8), (2048, torch.float32, 8), (4096, torch.float32, 8),
-                                             (1024, torch.bfloat16, 4), (2048, torch.bfloat16, 4), (4096, torch.bfloat16, 4)])
+                                             (1024, torch.bfloat16, 4), (2048, torch.bfloat16, 5), (4096, torch.bfloat16, 5)])
 def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
     "On one thread: a neighbour on the machine would hold up the threads of the many small products, not those of the few large"
     if dtype == torch.bfloat16 and not has_bf16():
