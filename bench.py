@@ -667,8 +667,9 @@ def bench_kernels(args):
     fp64, on a GPU the kernels of norm and fo-pool against PyTorch's path in fp64. On random tensors, in turn from rings larger than the cache;
     ms: median ± half the interquartile range of --rounds samples, interleaved. Share of a copy's rate: the bytes a second of those that must
     move, over a copy's in the same run. One read and one write at its speed would be 1. Backward alone: bytes and median time of both passes,
-    less those of forward."""
+    less those of forward. MFU: FLOPs a second of the products that must be, backward twice forward's, causal ones by half, over the peak."""
     m = start(args)
+    args.peak, args.peak_from = peak_flops(m)
     for d in args.widths:
         with one_line():
             kernels._check_order(d)
@@ -689,10 +690,10 @@ def both(f, weights, n):
     return call
 
 
-def time_layers(args, m, title, fields, layers, compare_with, copy=None, times={}):
+def time_layers(args, m, title, fields, layers, compare_with, copy=None, times={}, flops={}):
     """Time forward and forward + backward, print both. layers: {name: (function, its weights, rings of its inputs, rings of its outputs'
     gradients, elements that must move in (forward, both) or None)}; copy: a ring of tensors to copy; times: {name: factor for its
-    time}"""
+    time}; flops: {name: FLOPs of its products forward}"""
     forward = {k: in_turn(torch.no_grad()(f), *x) for k, (f, _, x, _, _) in layers.items()}
     training = {k: in_turn(both(f, w, len(x)), *x, *dy) for k, (f, w, x, dy, _) in layers.items()}
     floors = {k: floor for k, (*_, floor) in layers.items() if floor}
@@ -714,7 +715,7 @@ def time_layers(args, m, title, fields, layers, compare_with, copy=None, times={
         return elements / floors["copy"][0] * median[0]["copy"] / seconds if elements and seconds > 0 else None
 
     rows, rate, speedup = [], "share of a copy's rate {:.2f}", f"times as fast as {compare_with} {{:.2f}}"
-    head = "", "forward, ms", rate, speedup, "forward + backward, ms", rate, f"backward alone, {rate}", speedup
+    head = "", "forward, ms", rate, "MFU {:.2f}", speedup, "forward + backward, ms", rate, f"backward alone, {rate}", "MFU {:.2f}", speedup
     for name in forward:
         row = [name if name != "copy" else f"copy, {2 * copy[0].nbytes / median[0][name] / 1e9:,.0f} GB/s"]
         for i in range(1 if name == "copy" else 2):
@@ -722,10 +723,14 @@ def time_layers(args, m, title, fields, layers, compare_with, copy=None, times={
             found = dict(share_of_copy=of_copy(floor[i], took))
             if i:
                 found["share_of_copy_backward"] = of_copy(floor[1] - floor[0], took - median[0][name])
+            found["mfu"] = flops[name] * (1 + 2 * i) / took / args.peak if name in flops else None
             row += [spread(t[i][name]), *found.values(), median[i][compare_with] / took]
             record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), **found, **fields)
         rows.append(itertools.zip_longest(head, row))
-    table(args, title + (", by CUDA graphs" + " but for LSTM and loop" * any(k.startswith("loop") for k in forward)) * args.gpu, rows)
+    title += (", by CUDA graphs" + " but for LSTM and loop" * any(k.startswith("loop") for k in forward)) * args.gpu
+    if flops:
+        title += f"; MFU against {args.peak / 1e12:.3g} TFLOP/s, {args.peak_from}"
+    table(args, title, rows)
 
 
 def check(what, f, inputs, dy, exact=None):
@@ -842,7 +847,8 @@ def pool_rows(args, m, B, T, H):
             brings = ": pip install fla-core brings it" * isinstance(e, ModuleNotFoundError)
             warn_once(f"note: no row for fla's fused_recurrent_hgrn ({' '.join(str(e).split())}){brings}")
     time_layers(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
-                dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=x, times={loop: T / short})
+                dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=x, times={loop: T / short},
+                flops={k: n * B * T * H * H for k, n in (("QRNN layer (product and fo-pool)", 12), (lstm_layer, 16))})
 
 
 def attention_rows(args, m, B, T, d):
@@ -862,7 +868,8 @@ def attention_rows(args, m, B, T, d):
               "dva_outer": split(attention, 1, d, d, d, d, d)}
     three, five, dy = (ring(lambda n=n: torch.randn(B, T, n * d, device=m.device).to(m.dtype)) for n in (3, 5, 1))
     time_layers(args, m, f"causal attention, B {B}, T {T}, d {d}, as model.py does it but where said", dict(op="attention", B=B, T=T, d=d),
-                {k: (f, (), [three if "12" in k else five], [dy], None) for k, f in layers.items()}, "12 heads")
+                {k: (f, (), [three if "12" in k else five], [dy], None) for k, f in layers.items()}, "12 heads",
+                flops={k: (2 if "12" in k else 3) * d * B * T * (T + 1) for k in layers})
 
 
 # -----------------------------------------------------------------------------

@@ -3223,7 +3223,7 @@ def test_train_two_processes_are_one_with_accumulation(train, pair):
 def test_train_compiled_processes_are_one(train, pair):
     "As torchrun does on GPUs: DDP has the compiled model, loss and all, cut where a bucket of gradients is full: the head fills the first"
     folder, said, ends = pair("compiled")
-    assert ", compiled; MFU" in said and said.count("sample:") == 1
+    assert ", compiled (the first steps wait for that); MFU" in said and said.count("sample:") == 1
     assert all(code == 0 and parts > 1 for code, *_, parts in ends)
     whole, log = train(*PAIRED["compiled"])[3], records(folder)
     one, two = losses(whole), losses(log)
@@ -5170,7 +5170,7 @@ def test_train_shaq_compiled_is_not_compiled(train_shaq_here, tmp_path, monkeypa
     for flag in (0, 1):
         status, said, _, log = train_shaq_here("--preset=sharnn", "--n_layer=1", "--attn_layers=1", "--dropout=0", "--max_steps=5",
                                                f"--compile={flag}")
-        assert status == 0 and (counters["stats"]["unique_graphs"] > 0) == flag == (", compiled; MFU" in said)
+        assert status == 0 and (counters["stats"]["unique_graphs"] > 0) == flag == (", compiled (the first steps wait for that); MFU" in said)
         curves.append(losses(log)[0])
         kept.append(torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["model"].keys())
     assert not torch._dynamo.config.optimize_ddp  # which would cut each block's code
@@ -6966,6 +6966,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
 
     monkeypatch.setattr(bench, "timed", timed)
     monkeypatch.setattr(bench, "time_layers", shares)
+    monkeypatch.setattr(bench, "peak_flops", lambda m: (1e3, "here"))
     monkeypatch.setattr(SHAQ, "advance", lambda self, *a, advance=SHAQ.advance: (
         modes.add(self.training), rings.update(s.rows.size(1) for _, s in a[1] if s), advance(self, *a))[-1])
     extra = [common(bench_data, "block_size=32,batch_tokens=256,eval_tokens=1024")] if argv[0] == "scaling" else []
@@ -7012,6 +7013,10 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         found = share("fo_pool", None)
         assert found["fo-pool", False] == 2 * 1.5 / 2.5 and found["fo-pool", True] == 5.5 and "fo-pool, B 1, T 128, H 4;" in tables[6]
         assert "24 rows of 36" in tables[5] and share("affine_norm", 36)["dense", False] == 1.2  # which is one pass on no GPU
+        done = {(r["kernel"], r["both"]): r["mfu"] * np.median(r["seconds"]) * 1e3 for r in rows if r["mfu"]}  # FLOPs, of products alone
+        assert done == pytest.approx({(k, both): n * 3**both for k, n in (  # x 2 for a product and a sum; pairs of 8 positions: 36 in 2 rows
+            ("QRNN layer (product and fo-pool)", 2 * 128 * 2 * 4 * 12), ("LSTM layer", 2 * 128 * 2 * 4 * 16),
+            *((k, 2 * 2 * 36 * (2 if "12" in k else 3) * 24) for k in layers["attention", 24])) for both in (False, True)})
         affine, norm, pool, ways = (layers[key] for key in (("affine", 32), ("affine_norm", 32), ("fo_pool", None), ("attention", 24)))
         for out, (y, (x,), w, _) in affine.items():  # each is what its name says
             H = torch.eye(32) if out == "identity" else layer_matrix(32, 2, out == "head_hadamard")
@@ -7509,8 +7514,11 @@ def test_bench_kernels_share_of_the_backward_pass_is_the_difference_of_both_and_
     assert " share of a copy's rate | backward alone, share of a copy's rate | times as fast as b |" in head and "| copy, 0 GB/s |" in copy
     assert [line.split(" | ")[5:7] for line in lines] == [["1.38", "1.40"], ["1.38", "–"], ["1.57", "–"], ["–", "–"]]
     del layers["loop"]
-    bench.time_layers(args, machine("cpu", "float32"), "", {}, layers, "b", copy=rows)
-    assert "**, by CUDA graphs**" in capsys.readouterr().out
+    args.peak, args.peak_from = 1.5, "here"
+    bench.time_layers(args, machine("cpu", "float32"), "", {}, layers, "b", copy=rows, flops=dict(c=30))
+    assert "**, by CUDA graphs; MFU against 1.5e-12 TFLOP/s, here**" in capsys.readouterr().out
+    found = [r["mfu"] for r in map(json.loads, Path(args.out).read_text().splitlines()) if r.get("mfu")]
+    assert found == pytest.approx([30 / 8 / 1.5, 3 * 30 / 7 / 1.5])  # backward has twice as many
     seen, two = [], [torch.zeros(5, 2), torch.ones(5, 2)]  # a graph is a whole turn of the ring
     monkeypatch.setattr(bench, "timed", lambda work, *a: {k: (f(0), np.array([6.0]))[1] for k, f in work.items()})
     bench.time_layers(args, machine("cpu", "float32"), "", {}, dict(a=(lambda x: seen.append(x.sum().item()) or -x, (), [two], [two], None)), "a")

@@ -334,7 +334,7 @@ def main():
     epochs = s["max_steps"] / windows.per_epoch
     falls = "" if s["schedule"] == "constant" else f" -> {s['min_lr']:g}"
     say(f"{s['max_steps']} steps, {epochs:.3g} epochs, lr {s['lr']:g}{falls}, "
-        f"{'compiled' if s['compile'] else 'not compiled'}{', steps as CUDA graphs' * update.on}"
+        f"{'compiled (the first steps wait for that)' if s['compile'] else 'not compiled'}{', steps as CUDA graphs' * update.on}"
         f"{', micro-batches as CUDA graphs' * update.part.on}; "
         f"MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
     schedule_notes(s, typed, first, ckpt and ckpt["settings"]["max_steps"], say)

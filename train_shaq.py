@@ -290,7 +290,8 @@ def main():
         + ", ".join(f"{n} {v:,}" for n, v in parts.items()) + ")")
     say(f"{data.name}: {len(data.train):,} training tokens ({data.tokenizer}) in {s['batch']} streams of {length:,}, "
         f"about {per_epoch:,.0f} steps an epoch")
-    say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}, {'compiled' if s['compile'] else 'not compiled'}"
+    say(f"{s['max_steps']} steps, {s['optimizer']}, lr {s['lr']:g} {s['schedule']}, "
+        f"{'compiled (the first steps wait for that)' if s['compile'] else 'not compiled'}"
         f"{', steps as CUDA graphs' * update.on}; MFU against {peak / 1e12:.3g} TFLOP/s, {peak_from}")
     schedule_notes(s, typed, first, ckpt and ckpt["settings"]["max_steps"], say)
 
