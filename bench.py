@@ -1209,7 +1209,8 @@ def generate_rows(args, m, copy):
     t, rows = timed(work, m, max(7, args.runs)), []
     for preset, model in models.items():
         c, s = model.config, np.median(t[preset])
-        memory = len(c.attn_layers) * min(dict(full=c.mem_len, mean=1 + c.mean_window, none=0)[c.memory], n) * c.n_embd
+        rows_of = dict(full=min(c.mem_len, n), mean=(n >= c.mean_window) + n % c.mean_window, none=0)  # of mean: W, the open block's
+        memory = len(c.attn_layers) * rows_of[c.memory] * c.n_embd
         floor = (sum(p.nbytes for p in model.parameters()) + memory * m.dtype.itemsize) / copy
         rows.append({"preset": preset, "ms a byte": spread(t[preset]), "bytes/s {:,.0f}": 1 / s, "floor of bytes, ms {:.3f}": floor * 1e3,
                      "floor / measured {:.2f}": floor / s})

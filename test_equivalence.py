@@ -6987,7 +6987,7 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
                    for r in rows if r["variant"] == "hadamard")
         folded = [SHAQ(SHAQConfig(**SHAQ_PRESETS[r["preset"]] | dict(n_embd=256))).collapse() for r in bytewise]
         floors = [4 * (sum(p.numel() for p in model.parameters()) + 256 * n)  # and the memory of shaq's and sharnn's one layer
-                  for model, n in zip(folded, (512, 512, 101 * len(folded[2].config.attn_layers)))]
+                  for model, n in zip(folded, (512, 512, (1 + 512 % 100) * len(folded[2].config.attn_layers)))]
         assert [r["floor"] * 2**26 / 1.5 for r in bytewise] == pytest.approx(floors)
         assert f"| sharnn | 2.5 ± 0.6 | 400 | {floors[1] / 2**26 * 1500:.3f} | {floors[1] / 2**26 * 600:.2f} |" in tables[1]
         assert "one byte at a time, 256 wide behind 512 bytes, not compiled" in tables[1]
@@ -8012,7 +8012,7 @@ def test_hadamard_machine_code_has_few_instructions_and_no_spills_but_those_know
         if in_loop and not 0 < code.loop < code.each:
             faults.append((what, "no loop found", code.loop))
         ahead = 4 * tiles * (at_once >= 4)  # of x and dy, before the loop and in it; from 4 bytes on
-        if kind in ("grads", "backward") and sum(op.startswith("LDGSTS") and width in op for op in code.ops) != ahead:
+        if kind in ("grads", "backward") and sum(op.startswith("LDGSTS") and (width in op or ".128" in op) for op in code.ops) != ahead:
             faults.append((what, "the next rows are not copied meanwhile", ahead))
     assert not faults
     for case in WIDE_CODE:

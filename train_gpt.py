@@ -91,7 +91,7 @@ def parse(argv=None, prog="train_gpt.py"):
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="of autocast (default auto: bfloat16 where that is faster)")
     add("--compile", type=flag01, help="torch.compile the model and, on one GPU, replay steps, or their micro-batches, as CUDA graphs "
                                        "(default 1 on CUDA, where Triton is installed; no graphs with dropout in heads whose values, "
-                                       "2 x as wide in dva, are above 256 and below block_size, or in dva_outer)")
+                                       "2 x as wide in dva, are narrower than block_size and, but in dva_outer, wider than 256)")
     add("--init_from", metavar="CKPT", help="start from this checkpoint's weights, with a fresh optimiser, the recipe of its size and, unless "
                                             "--dataset is typed, its data; of its model only dropout and, with rope, block_size may change")
     add("--resume", action="store_true", help="continue OUT_DIR/ckpt.pt with its settings")

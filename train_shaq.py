@@ -381,7 +381,7 @@ def main():
     if data.test is not None:
         test = evaluate(model, data.test, s["eval_tokens"], s["bptt"], m, streams=8, stop=stop)
         if not m.all(not stop.at):
-            say("stopped before the test split's end: --resume reads it again")
+            say("stopped before the test split's end" + ": --resume reads it again" * saved)
             m.leave()
             raise SystemExit(130)
         bpc = test / math.log(2) * len(data.test) / data.meta["bytes"]["test"]
