@@ -229,7 +229,7 @@ def plain_attention(q, k, v, q_r=None, k_r=None, dropout=0.0, mask=None):
     """softmax(q k^T / sqrt(w)) v, causal, or given q_r, k_r the outer form of [2], (softmax(..) * (q_r v^T)) k_r: the definition. attention(),
     below class GPT, computes the same in less time or memory. q (B, h, T, w); k (B, h, S, w); v (B, h, S, any); q_r like q, k_r like k."""
     T, S = q.size(2), k.size(2)                                                          # the queries are the last T of S positions
-    scores = (q * q.size(-1) ** -0.5) @ k.mT                                             # (B, h, T, S); in fp16 q k^T may be too large
+    scores = q @ k.mT * q.size(-1) ** -0.5                                               # (B, h, T, S)
     if T > 1:                                                                            # a single query sees every key
         scores = scores.masked_fill(q.new_ones(T, S, dtype=torch.bool).triu(S - T + 1), -math.inf)
     scores = scores if mask is None else scores + mask
@@ -1699,8 +1699,8 @@ class Replayed:
     whole=False    update is a part of a step and adds to the gradients of optimizer's parameters: set these to zero, never to None
 
     Python in update runs only until it is recorded: what is to vary, other than lr, must be a tensor that is changed in place. A step that
-    changes the shapes of its state is never recorded. Dropout draws what it would without a graph (but
-    attention by blocks without a memory seeds its own on the CPU, where nothing is recorded)."""
+    changes the shapes of its state is never recorded. Dropout draws what it would without a graph,
+    unless attention by blocks, without a memory and over more than 4 x (q's + v's width) positions, would take a seed from the CPU."""
 
     def __init__(self, update, optimizer, on, whole=True):
         self.update, self.optimizer, self.on, self.whole = update, optimizer, on, whole

@@ -4823,7 +4823,7 @@ def test_train_stopped_in_an_evaluation_repeats_it_on_resume(either, tmp_path, m
     if script is train_shaq:  # the test split, of whose checkpoint nothing is lost, and none written: it has the best one's weights
         n = 4
         said, log = stopped("4", *flags)
-        assert "stopped before the test split's end" in said and "test, " not in said and losses(log) == losses(whole)
+        assert "stopped before the test split's end: --resume reads it again\n" in said and "test, " not in said and losses(log) == losses(whole)
         a, b = (torch.load(tmp_path / out / "ckpt.pt", weights_only=True) for out in ("whole", "4"))
         assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"])
         assert ended(run("--resume", flags[1], out="4"))[3][-1]["test_loss"] == whole[-1]["test_loss"]
@@ -7999,7 +7999,7 @@ def test_hadamard_machine_code_has_few_instructions_and_no_spills_but_those_know
             faults.append((what, code.each, code.stack))
         if kind in ("forward", "pre") and at_once >= 8 and (min(wide) < tiles or not all(width in op or ".128" in op for op in moved)):
             faults.append((what, f"loads or stores of fewer than {at_once} bytes", moved))
-        if not in_loop and kind != "norm" and code.registers > 128:
+        if not in_loop and kind != "norm" and code.registers > 128 + 40 * OLD:
             faults.append((what, "fewer than 16 warps a multiprocessor", code.registers))
         far = {"grads": 4, "backward": 5, "norm": 4, "norm backward": 10 - ("RMS" in what)}.get(kind, 2)
         if code.far < far:  # where a kernel loops over rows no test has 2^31 elements
@@ -8072,7 +8072,7 @@ on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reaso
 
 @on_x86
 @pytest.mark.parametrize("d, dtype, least", [(1024, torch.float32, 8), (2048, torch.float32, 8), (4096, torch.float32, 8),
-                                             (1024, torch.bfloat16, 4), (2048, torch.bfloat16, 5), (4096, torch.bfloat16, 5)])
+                                             (1024, torch.bfloat16, 4), (2048, torch.bfloat16, 4), (4096, torch.bfloat16, 5)])
 def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
     "On one thread: a neighbour on the machine would hold up the threads of the many small products, not those of the few large"
     if dtype == torch.bfloat16 and not has_bf16():
