@@ -7999,7 +7999,7 @@ def test_hadamard_machine_code_has_few_instructions_and_no_spills_but_those_know
             faults.append((what, code.each, code.stack))
         if kind in ("forward", "pre") and at_once >= 8 and (min(wide) < tiles or not all(width in op or ".128" in op for op in moved)):
             faults.append((what, f"loads or stores of fewer than {at_once} bytes", moved))
-        if not in_loop and kind != "norm" and code.registers > 128 + 40 * OLD:
+        if not in_loop and kind != "norm" and code.registers > 128:
             faults.append((what, "fewer than 16 warps a multiprocessor", code.registers))
         far = {"grads": 4, "backward": 5, "norm": 4, "norm backward": 10 - ("RMS" in what)}.get(kind, 2)
         if code.far < far:  # where a kernel loops over rows no test has 2^31 elements
