@@ -4827,6 +4827,8 @@ def test_train_stopped_in_an_evaluation_repeats_it_on_resume(either, tmp_path, m
         a, b = (torch.load(tmp_path / out / "ckpt.pt", weights_only=True) for out in ("whole", "4"))
         assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"])
         assert ended(run("--resume", flags[1], out="4"))[3][-1]["test_loss"] == whole[-1]["test_loss"]
+        with patched(train_shaq, "write_or_warn", lambda path, write, real=pd.write_or_warn: path.endswith("best.pt") and real(path, write)):
+            assert "stopped before the test split's end\n" in stopped("full", *flags)[0]  # no promise, as the last step is not saved
     else:  # the second of the two splits that DVA's table has
         n = 2
         monkeypatch.setattr(train_gpt, "settle", lambda *a, settle=train_gpt.settle: (
