@@ -20,6 +20,7 @@ lists a command's flags.
 import argparse
 import contextlib
 import gc
+import importlib
 import inspect
 import itertools
 import json
@@ -662,8 +663,8 @@ def bench_compare(args):
     ("rounds", dict(type=number(int, 1), default=7, help="interleaved measurements of each"))))
 def bench_kernels(args):
     """hadamard_affine and hadamard_transform against a dense product, alpha * x + beta and a copy, the first also with the residual and
-    LayerNorm that follow it, the second, on a GPU, against fast-hadamard-transform's where that is installed; fo-pool against an LSTM, a loop,
-    a copy and, on a GPU, fla-core's kernel; attention with one wide head against 12. hadamard_affine is first checked against its formula in
+    LayerNorm that follow it, the second, on a GPU, against fast-hadamard-transform's where that is installed; fo-pool against an LSTM,
+    a copy and, on a GPU, fla-core's kernels; attention with one wide head against 12. hadamard_affine is first checked against its formula in
     fp64, on a GPU the kernels of norm and fo-pool against PyTorch's path in fp64. On random tensors, in turn from rings larger than the cache;
     ms: median ± half the interquartile range of --rounds samples, interleaved. Share of a copy's rate: the bytes a second of those that must
     move, over a copy's in the same run. One read and one write at its speed would be 1. Backward alone: bytes and median time of both passes,
@@ -690,10 +691,10 @@ def both(f, weights, n):
     return call
 
 
-def time_layers(args, m, title, fields, layers, compare_with, copy=None, times={}, flops={}):
+def time_layers(args, m, title, fields, layers, compare_with, copy=None, flops={}):
     """Time forward and forward + backward, print both. layers: {name: (function, its weights, rings of its inputs, rings of its outputs'
-    gradients, elements that must move in (forward, both) or None)}; copy: a ring of tensors to copy; times: {name: factor for its
-    time}; flops: {name: FLOPs of its products forward}"""
+    gradients, elements that must move in (forward, both) or None)}; copy: a ring of tensors to copy; flops: {name: FLOPs of its
+    products forward}"""
     forward = {k: in_turn(torch.no_grad()(f), *x) for k, (f, _, x, _, _) in layers.items()}
     training = {k: in_turn(both(f, w, len(x)), *x, *dy) for k, (f, w, x, dy, _) in layers.items()}
     floors = {k: floor for k, (*_, floor) in layers.items() if floor}
@@ -703,10 +704,10 @@ def time_layers(args, m, title, fields, layers, compare_with, copy=None, times={
 
     def measure(work):
         turn = dict.fromkeys(work, 1)
-        if args.gpu:  # a turn as one CUDA graph, to time the device, not Python. cuDNN's LSTM and the loop are slow enough without.
-            turn = {k: 1 if k.startswith(("LSTM", "loop")) else f.turn for k, f in work.items()}
+        if args.gpu:  # a turn as one CUDA graph, to time the device, not Python. cuDNN's LSTM is slow enough without.
+            turn = {k: 1 if k.startswith("LSTM") else f.turn for k, f in work.items()}
             work = {k: f if turn[k] == 1 else replay(lambda f=f: [f(i) for i in range(f.turn)], m) for k, f in work.items()}
-        return {k: v / turn[k] * times.get(k, 1) for k, v in timed(work, m, args.rounds).items()}
+        return {k: v / turn[k] for k, v in timed(work, m, args.rounds).items()}
 
     t = [measure(work) for work in (forward, training)]
     median = [{k: np.median(v) for k, v in s.items()} for s in t]
@@ -727,7 +728,7 @@ def time_layers(args, m, title, fields, layers, compare_with, copy=None, times={
             row += [spread(t[i][name]), *found.values(), median[i][compare_with] / took]
             record(args, kernel=name, both=bool(i), seconds=t[i][name].tolist(), **found, **fields)
         rows.append(itertools.zip_longest(head, row))
-    title += (", by CUDA graphs" + " but for LSTM and loop" * any(k.startswith("loop") for k in forward)) * args.gpu
+    title += (", by CUDA graphs" + " but for LSTM" * any(k.startswith("LSTM") for k in forward)) * args.gpu
     if flops:
         title += f"; MFU against {args.peak / 1e12:.3g} TFLOP/s, {args.peak_from}"
     table(args, title, rows)
@@ -788,18 +789,21 @@ def affine_rows(args, m, d):
         except Exception as e:  # not there, or not for this torch, which shows in many ways
             brings = ": pip install fast-hadamard-transform brings it" * isinstance(e, ModuleNotFoundError)
             warn_once(f"note: no row for fast-hadamard-transform ({' '.join(str(e).split())}){brings}")
-    time_layers(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}",
-                dict(op="affine", d=d, rows=args.rows, n_head=h),
-                {k: (f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()} | alone, "dense", copy=x)
-    compiled = args.gpu and kernels.triton is not None  # as train's steps are: sum and norm are one kernel then
+    compiled = args.gpu and kernels.triton is not None  # as train's steps are: sum and norm, or identity's gradients, are one kernel then
     if compiled:
         fresh_compiler()
+    compiler = partial(torch.compile, dynamic=False) if compiled else lambda f: f
+    time_layers(args, m, f"alpha * (x H) + beta, {args.rows:,} rows of {d}, H = H_{h} (x) H_{d // h}, {hadamard_path(d, m.device, h)}"
+                + "; identity compiled" * compiled,
+                dict(op="affine", d=d, rows=args.rows, n_head=h),
+                {k: (compiler(f) if k == "identity" else f, w, [x], [dy], (2 * N, 5 * N)) for k, (f, w) in layers.items()} | alone,
+                "dense", copy=x)
 
     def two_steps(f):
         def call(x, r):
             r = r + f(x)
             return r, F.layer_norm(r, (d,), *low)
-        return torch.compile(call, dynamic=False) if compiled else call
+        return compiler(call)
 
     after = {k: (two_steps(f), (*w, *low)) for k, (f, w) in layers.items()} | one_pass
     # x and residual read, their sum and its norm written; backward: x, the sum and two gradients read, two written
@@ -809,45 +813,30 @@ def affine_rows(args, m, d):
                 {k: (f, w, [x, y], [dy, dy[::-1]], (4 * N, 10 * N)) for k, (f, w) in after.items()}, "dense", copy=x)
 
 
-def pool_loop(gates):
-    """fo-pooling in plain PyTorch, as one would first write it: autograd has a node for each operation of each step, and each f[:, t] has a
-    gradient as large as f. With f.unbind(1) it would take a sixtieth of the time on a CPU at B 16, T 512, H 1024, 3 times the operator's"""
-    z, f, o = gates.chunk(3, -1)
-    z, f, o, c, h = z.tanh(), f.sigmoid(), o.sigmoid(), 0, []
-    for t in range(gates.size(1)):
-        c = f[:, t] * c + (1 - f[:, t]) * z[:, t]
-        h.append(o[:, t] * c)
-    return torch.stack(h, 1)
-
-
 def pool_rows(args, m, B, T, H):
-    short = min(T, 64)
     torch.manual_seed(0)
     qrnn = QRNN(SHAQConfig(n_embd=H)).to(m.device, m.dtype)
     half = torch.float16 if args.gpu and m.dtype == torch.bfloat16 else m.dtype  # the only 16-bit type of old versions of cuDNN
     lstm = torch.nn.LSTM(H, H, batch_first=True).to(m.device, half)
     gates, x, dh = (ring(lambda n=n: torch.randn(B, T, n, device=m.device).to(m.dtype)) for n in (3 * H, H, H))
-    first_gates, first_dh = ([t[:, :short].contiguous() for t in tensors] for tensors in (gates, dh))
-    loop = "loop" if short == T else f"loop, {T / short:g} times {short} steps"
     lstm_layer = "LSTM layer" + (f" (cuDNN, {str(half)[6:]})" if args.gpu else "")
     check(f"fo-pool, B {B}, T {T}, H {H},", lambda g: qrnn_pool(g)[0], gates[:1], dh[0])
     floor = 4 * B * T * H, 11 * B * T * H  # three logits read, h written; backward: logits and dh read, three gradients written
     layers = {"fo-pool": (lambda g: qrnn_pool(g)[0], (), [gates], [dh], floor),
               "QRNN layer (product and fo-pool)": (lambda x: qrnn(x)[0], tuple(qrnn.parameters()), [x], [dh], None),
-              lstm_layer: (lambda x: lstm(x.to(half))[0].to(x.dtype), tuple(lstm.parameters()), [x], [dh], None),
-              loop: (pool_loop, (), [first_gates], [first_dh], floor)}
-    if args.gpu:  # the linear-attention library's kernel: h_t = exp(g_t) h_(t-1) + x_t; backward: g, h and dh read, two gradients written
+              lstm_layer: (lambda x: lstm(x.to(half))[0].to(x.dtype), tuple(lstm.parameters()), [x], [dh], None)}
+    for name in ("fused_recurrent_hgrn", "chunk_hgrn") if args.gpu else ():  # the linear-attention library's: h_t = exp(g_t) h_(t-1) + x_t; backward: g, h and dh read, two gradients written
         try:
-            from fla.ops.hgrn import fused_recurrent_hgrn
+            theirs = getattr(importlib.import_module("fla.ops.hgrn"), name)
             inputs = [((-f).sigmoid() * z.tanh(), F.logsigmoid(f)) for z, f, _ in (g.chunk(3, -1) for g in gates)]  # (1 - f) z and log f
-            fused_recurrent_hgrn(*inputs[0])
-            layers["fla's fused_recurrent_hgrn (recurrence alone, on (1 - f) z and log f)"] = (
-                lambda x, g: fused_recurrent_hgrn(x, g)[0], (), list(zip(*inputs)), [dh], (3 * B * T * H, 8 * B * T * H))
+            theirs(*inputs[0])
+            layers[f"fla's {name} (recurrence alone, on (1 - f) z and log f)"] = (
+                lambda x, g, f=theirs: f(x, g)[0], (), list(zip(*inputs)), [dh], (3 * B * T * H, 8 * B * T * H))
         except Exception as e:  # not there, or not for this Triton, which shows in many ways
             brings = ": pip install fla-core brings it" * isinstance(e, ModuleNotFoundError)
-            warn_once(f"note: no row for fla's fused_recurrent_hgrn ({' '.join(str(e).split())}){brings}")
+            warn_once(f"note: no row for fla's {name} ({' '.join(str(e).split())}){brings}")
     time_layers(args, m, f"fo-pool, B {B}, T {T}, H {H}; an LSTM does its products too, as the QRNN layer does",
-                dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=x, times={loop: T / short},
+                dict(op="fo_pool", B=B, T=T, H=H), layers, lstm_layer, copy=x,
                 flops={k: n * B * T * H * H for k, n in (("QRNN layer (product and fo-pool)", 12), (lstm_layer, 16))})
 
 

@@ -216,7 +216,7 @@ def extend(seen, new, at):
         return seen
     if at[1] > seen.size(2):  # past its end a slice is empty, and takes a single token without a word
         raise ValueError(f"{at[1]} tokens, but the cache has room for {seen.size(2)}: make a longer one")
-    seen[:, :, slice(*at)] = new.to(seen.dtype)
+    seen[:, :, slice(*at)] = new  # which casts, too
     return seen[:, :, :at[1]]
 
 
@@ -470,10 +470,10 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None, use_cache=True, report=None):
         """Append max_new_tokens sampled tokens to idx (B, T): (B, T + max_new_tokens). temperature 0 takes the likeliest token. Without a
         generator draws follow torch.manual_seed(), and each call repeats them: for other samples pass torch.Generator().manual_seed(n).
-        When the window outgrows block_size tokens, only its last half is kept and read again: one pass over half a block for each half block
-        of new tokens. use_cache=False recomputes the window for each token: the same tokens, slowly. On a GPU, model and draw are one CUDA
-        graph, replayed for each token; one thread at a time. On a CPU it is faster under torch.inference_mode(). report(i), if given, is called
-        before the i-th token, counted from 0."""
+        When the window outgrows block_size tokens, only its last half is kept and read again: one pass over half a block for each half block of
+        new tokens. use_cache=False recomputes the window for each token: the same but for rounding, slowly. On a GPU, model and draw are one
+        CUDA graph, replayed for each token; one thread at a time. On a CPU it is faster under torch.inference_mode(). report(i), if given, is
+        called before the i-th token, counted from 0."""
         size = self.config.block_size
         uniform = draws(max_new_tokens, temperature, idx, generator)
         start = done = max(0, idx.size(1) - size)  # the window is idx[:, start:], the first token at place 0; the cache holds it up to done
@@ -526,8 +526,8 @@ class GPT(nn.Module):
         weights = sum(p.numel() for n, p in every if p.dim() > 1 and not n.startswith(("wte", "wpe")))
         return 6 * weights + 6 * T * c.n_embd * (2 if c.attn in ("mha", "dva_gate") else 3) * c.n_layer
 
-    def angles(self, device=None, dtype=torch.float32):
-        return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device, dtype)
+    def angles(self, device=None, dtype=None):
+        return rope_table(self.config.block_size, self.config.n_embd // self.config.n_head, device, dtype or torch.get_default_dtype())
 
     def _apply(self, fn, recurse=True):
         """Called by .to(), .cuda() and the like. Afterwards the angles are made anew, as casts round them, and tied weights are tied again, as
@@ -1748,7 +1748,9 @@ class Replayed:
                     group["capturable"] = True
         # with the same strides, or torch.compile would compile anew
         batch = each(batch, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t))
-        state = self.states.setdefault(kind_of_state, each(state, torch.clone))  # all windows' lengths share one
+        if kind_of_state not in self.states:  # all windows' lengths share one
+            self.states[kind_of_state] = each(state, torch.clone)
+        state = self.states[kind_of_state]
         figures = torch.empty(2, device=device)
 
         def work():
@@ -1798,7 +1800,7 @@ def lr_at(step, lr, min_lr, warmup_steps, max_steps, schedule="cosine"):
 
 
 def schedule_notes(s, typed, first, before, say):
-    "What may surprise in the learning rates of these settings, said at the start. before: the checkpoint's max_steps, None for a new run"
+    "What may surprise in these settings, said at the start. before: the checkpoint's max_steps, None for a new run"
     if s["schedule"] == "constant" and "min_lr" in typed:
         say("note: --min_lr does nothing, as the learning rate is constant: with --schedule=cosine it would fall to that")
     warmup, steps = s["warmup_steps"], s["max_steps"]
@@ -1810,6 +1812,9 @@ def schedule_notes(s, typed, first, before, say):
         was, now = (lr_at(first, s["lr"], s["min_lr"], warmup, n) for n in (before, steps))
         if was != now:
             say(f"note: the cosine now ends at step {steps}, not {before}: the learning rate goes on at {now:.2e}, not {was:.2e}")
+    if before not in (None, steps) and "eval_interval" not in typed and steps > 40 * s["eval_interval"]:
+        say(f"note: as before, an evaluation every {s['eval_interval']} step{'s' * (s['eval_interval'] > 1)}, to step {steps} now: "
+            "--eval_interval=N changes that")
 
 
 def param_groups(model, weight_decay, decay="matrices"):
@@ -1845,7 +1850,8 @@ def load_checkpoint(path, kind=None):
     except Exception as e:  # a damaged file can raise anything
         if os.path.isdir(path):
             raise ValueError(f"{path} is a folder: name the file, such as {os.path.join(path, 'ckpt.pt')}") from None
-        if isinstance(e, (MemoryError, PermissionError)) or re.search("out of memory|(can't allocate|not enough) memory", str(e)):
+        if isinstance(e, (MemoryError, PermissionError, NotADirectoryError)) or re.search(
+                "out of memory|(can't allocate|not enough) memory", str(e)):
             raise  # it may be a good file
         raise ValueError(f"{path} is no checkpoint of these scripts, or a damaged one ({type(e).__name__}): "
                          "name another, or train anew") from None

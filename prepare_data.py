@@ -60,6 +60,8 @@ def die(message, status=1):
 def after_the_first():
     """All of torchrun's processes make most mistakes alike: wait, so that a machine's first one reports it and torchrun ends the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)  # else StopSignal would take it, and the wait go on
         time.sleep(1)
 
 

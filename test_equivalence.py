@@ -2372,6 +2372,9 @@ def test_gpt_casts_do_not_round_the_angles():
     assert torch.equal(m.to(torch.bfloat16).cos, cos)
     exact = model_py.rope_table(m.config.block_size, m.config.n_embd // m.config.n_head, dtype=torch.float64)
     assert torch.equal(m.double().cos, exact[0]) and torch.equal(m.sin, exact[1]) and torch.equal(m.float().cos, cos)
+    for dtype, wanted in ((torch.float64, exact[0]), (torch.bfloat16, cos)):
+        with patched(torch, "get_default_dtype", lambda: dtype):
+            assert torch.equal(GPT(m.config).cos, wanted)
 
 
 def test_gpt_that_leaves_the_meta_device_is_the_model_made_here():
@@ -2475,13 +2478,19 @@ def test_run_learning_rate_schedule():
             ("cosine", 50, 0, None, "30 of 30 steps are warm-up"), ("cosine", 16, 0, None, "16 of 30 steps"), ("constant", 16, 0, None, "16 of 30"),
             ("cosine", 15, 0, None), ("cosine", 16, 16, 30), ("constant", 2, 12, 60), ("cosine", 20, 12, 60, "20 of 30 steps"),
             ("cosine", 2, 16, 30), ("cosine", 50, 30, 30, "all 30 steps are done"), ("cosine", 2, 16, 60, "now ends at step 30, not 60", "at 5.24e-01, not 8.73e-01")):
-        said, settings = [], dict(lr=1.0, min_lr=0.1, warmup_steps=warmup, max_steps=30, schedule=schedule)
+        said, settings = [], dict(lr=1.0, min_lr=0.1, warmup_steps=warmup, max_steps=30, schedule=schedule, eval_interval=1)
         model_py.schedule_notes(settings, {}, first, before, said.append)
         assert len(said) == bool(words) and all(w in said[0] for w in words), (schedule, warmup, first, before, said)
     for schedule, typed, words in (("constant", ["min_lr"], ["note: --min_lr does nothing"]), ("constant", [], []), ("cosine", ["min_lr"], [])):
         said = []
         model_py.schedule_notes(settings | dict(warmup_steps=2, schedule=schedule), typed, 0, None, said.append)
         assert [text[:27] for text in said] == words
+    for every, before, typed in ((1, 20, []), (2, 20, []), (1, 60, []), (1, None, []), (1, 81, []), (1, 20, ["eval_interval"])):
+        said, long = [], dict(max_steps=81, warmup_steps=2, schedule="constant", eval_interval=every)
+        model_py.schedule_notes(long, typed, 3, before, said.append)  # a trial's interval, in the long run that goes on with it
+        s = "s" * (every > 1)
+        assert said == [f"note: as before, an evaluation every {every} step{s}, to step 81 now: --eval_interval=N changes that"] * (
+            before in (20, 60) and not typed), (every, before, typed)
     assert lr_at(0, 1.0, 0.5, 10, 110) == 0.1 and [lr_at(t, 1.0, 0.1, 2, 9, "constant") for t in range(4)] == [0.5, 1.0, 1.0, 1.0] and lr_at(0, 1.0, 0.0, 0, 1) == 1.0
 
 
@@ -3398,6 +3407,7 @@ def test_train_folder_that_cannot_be_written_is_one_line(train, tmp_path):
     (tmp_path / "file").write_text("x")
     one_line(train(f"--out_dir={tmp_path / 'file' / 'out'}"), "file/out", "Not a directory", "choose another place")
     one_line(train(f"--out_dir={tmp_path / 'file'}"), "file: ", "is no folder", "choose another place")
+    one_line(train(f"--out_dir={tmp_path / 'file'}", "--resume"), "file/ckpt.pt: Not a directory", "choose another place")  # no damaged checkpoint
     one_line(train("--dataset=pysource", f"--data_dir={tmp_path / 'file' / 'data'}"), "file/data", "Not a directory")
 
 
@@ -4773,7 +4783,8 @@ def test_train_shaq_tests_the_best_checkpoint(train_shaq_here, tmp_path, monkeyp
         read = []
         patch.setattr(train_shaq, "load_checkpoint", lambda *a: (load_checkpoint(*a), read.append(a))[0])
         patch.setattr(model_py.Machine, "all", lambda m, done: done and not (len(read) == 2 and not read.append(0)))
-        assert "test, last step:" in resumed("p")
+        _, said, err, _ = train_shaq_here("--resume", "--max_steps=13", "--eval_interval=13", out="p")
+        assert "test, last step:" in said and err.endswith("best.pt, as --out_dir is not shared: what follows is of the last step\n")
     torch.save(best | dict(best=best["best"] + 1), tmp_path / "p/best.pt")  # the disk was full when the best was found
     assert "test, last step:" in resumed("p")
     (tmp_path / "p/best.pt").write_bytes(b"x")
@@ -4890,6 +4901,14 @@ def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
     first, *log = run("--min_lr=0.004", "--attn_out=head_hadamard", out="other")[3]
     assert first["machine"].endswith("; transform: 32, (2, True)")
     assert [r["lr"] for r in log if "lr" in r] == pytest.approx([lr_at(i, 0.01, 0.004, 2, 6) for i in range(6)])
+
+
+def test_train_says_no_time_left_while_it_compiles(either, monkeypatch):
+    "A first step that waits for that would announce days"
+    monkeypatch.setattr(nn.Module, "compile", lambda *a, **kw: None)
+    said = ended(either[1]("--compile=1"))[1]
+    assert re.findall(r"^step (\d)/6  loss .* MFU \d+\.\d%(.*)$", said, re.M)[:4] == [(str(i), "") for i in range(4)]
+    assert re.findall(r"^step (\d)/6  loss .* left$", said, re.M) == ["4", "5"]
 
 
 def test_train_bits_per_byte_of_a_part_in_gpt2_tokens_are_about(either, tmp_path, monkeypatch):
@@ -6148,9 +6167,18 @@ def test_data_flags_take_both_spellings_and_no_abbreviation(capsys, monkeypatch)
     monkeypatch.setenv("LOCAL_RANK", "1")  # not the first of a machine: it waits, so that torchrun ends it where that one has said the same
     waited = []
     monkeypatch.setattr(pd.time, "sleep", waited.append)
+    monkeypatch.setattr(pd.signal, "signal", lambda *a: None)  # or Ctrl-C would end these tests without a word
     fails(capsys, lambda: parser.parse_args(["--compile=maybe"]), "expected 0 or 1", status=2)
     fails(capsys, lambda: pd.die("no such model"), "error: no such model")
     assert waited == [1, 1]
+    late = """
+import os, signal, time, prepare_data as pd
+stop = pd.StopSignal()
+time.sleep = lambda seconds, sleep=time.sleep: (os.kill(os.getpid(), signal.SIGTERM), sleep(seconds))
+pd.die("diverged")
+"""  # while it waits
+    done = subprocess.run([sys.executable, "-c", late], cwd=HERE, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")  # though a training script would save first
 
 
 @pytest.mark.parametrize("script, without, unsaid", [(train_gpt, ["init_from", "resume"], set()), (train_shaq, [
@@ -7004,7 +7032,6 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
             assert "| aten::mm | " in tables[2]
     if argv[0] == "kernels":
         share = lambda op, *which: {(r["kernel"], r["both"]): r["share_of_copy"] for r in rows if (r["op"], r.get("d")) == (op, *which)}
-        assert [r["seconds"] for r in rows if "loop" in r["kernel"]] == [[10, 11, 15], [8, 9, 13]]  # 64 of 128 steps were timed
         found = share("affine", 96)
         assert found["copy", False] == 1 and found["hadamard", False] == 1 / 3 and found["hadamard", True] == 5 / 2 * 1.5 / 3.5
         assert found["transform alone, H_d", True] == pytest.approx(4 / 2 * 1.5 / 4.5)  # whose backward pass has no use for x
@@ -7030,8 +7057,8 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         for name, ((r, y), (x, before), (*_, weight, shift), _) in norm.items():  # each projection, in one pass or two steps
             assert torch.allclose(r, before + affine[name.split(",")[0]][3](x), atol=1e-6)
             assert torch.allclose(y, F.layer_norm(r, (32,), weight, shift), atol=1e-5)
-        assert torch.allclose(pool["fo-pool"][0][:, :64], pool["loop, 2 times 64 steps"][0], atol=1e-6)
-        assert [sum(p.numel() for p in w) for _, _, w, _ in pool.values()] == [0, 2 * 3 * 4 * 4 + 3 * 4, 8 * 4 * 4 + 8 * 4, 0]
+        assert torch.allclose(pool["fo-pool"][0], kernels.qrnn_pool(pool["fo-pool"][1][0])[0], atol=1e-6)
+        assert [sum(p.numel() for p in w) for _, _, w, _ in pool.values()] == [0, 2 * 3 * 4 * 4 + 3 * 4, 8 * 4 * 4 + 8 * 4]
         heads, theirs, *dva = (y for y, *_ in ways.values())
         assert torch.allclose(heads, theirs, atol=1e-6) and all(torch.allclose(dva[0], y, atol=1e-6) for y in dva[1:3])
         q, k, v = (t.unflatten(-1, (12, 2)).transpose(1, 2) for t in ways["12 heads"][1][0].chunk(3, -1))
@@ -7496,13 +7523,13 @@ def test_bench_compare_asks_a_gpu_for_the_same_sums_each_time(monkeypatch):
 
 
 def test_bench_kernels_share_of_the_backward_pass_is_the_difference_of_both_and_forward(tmp_path, monkeypatch, capsys):
-    seconds = itertools.cycle((dict(copy=[2, 1, 9], a=[3, 1, 9], b=[8, 8, 8], c=[8, 8, 8], loop=[3, 1, 9]),
-                               dict(a=[4, 8, 30], b=[8, 8, 8], c=[7, 7, 7], loop=[4, 8, 30])))
+    seconds = itertools.cycle((dict(copy=[2, 1, 9], a=[3, 1, 9], b=[8, 8, 8], c=[8, 8, 8], LSTM=[3, 1, 9]),
+                               dict(a=[4, 8, 30], b=[8, 8, 8], c=[7, 7, 7], LSTM=[4, 8, 30])))
     monkeypatch.setattr(bench, "timed", lambda work, *a: (
         [f(0) for f in work.values()], {k: np.array(v) for k, v in next(seconds).items() if k in work})[1])
     rows, floor, modes = [torch.zeros(5, 2)], (4 * 10, 11 * 10), []
     neg = lambda x: modes.append(torch.is_grad_enabled()) or -x
-    layers = {k: (neg, (), [rows], [rows], None if k == "loop" else floor) for k in ("a", "b", "c", "loop")}
+    layers = {k: (neg, (), [rows], [rows], None if k == "LSTM" else floor) for k in ("a", "b", "c", "LSTM")}
     args = SimpleNamespace(gpu=True, rounds=3, what="kernels", run="", hardware="", git="", out=str(tmp_path / "kernels.jsonl"))
     bench.time_layers(args, machine("cpu", "float32"), "", {}, layers, "b", copy=rows)
     found = {(r["kernel"], r["both"]): r for r in map(json.loads, Path(args.out).read_text().splitlines())}
@@ -7512,10 +7539,10 @@ def test_bench_kernels_share_of_the_backward_pass_is_the_difference_of_both_and_
     assert [found[k, True]["share_of_copy_backward"] for k in layers] == [pytest.approx(1.4), None, None, None]
     assert [k for k, r in found.items() if "share_of_copy_backward" in r] == [(k, True) for k in layers]
     _, title, _, head, _, copy, *lines = capsys.readouterr().out.splitlines()
-    assert title.startswith("**, by CUDA graphs but for LSTM and loop**") and copy.endswith("| 1.00 | 4.00 |" + 4 * " – |")
+    assert title.startswith("**, by CUDA graphs but for LSTM**") and copy.endswith("| 1.00 | 4.00 |" + 4 * " – |")
     assert " share of a copy's rate | backward alone, share of a copy's rate | times as fast as b |" in head and "| copy, 0 GB/s |" in copy
     assert [line.split(" | ")[5:7] for line in lines] == [["1.38", "1.40"], ["1.38", "–"], ["1.57", "–"], ["–", "–"]]
-    del layers["loop"]
+    del layers["LSTM"]
     args.peak, args.peak_from = 1.5, "here"
     bench.time_layers(args, machine("cpu", "float32"), "", {}, layers, "b", copy=rows, flops=dict(c=30))
     assert "**, by CUDA graphs; MFU against 1.5e-12 TFLOP/s, here**" in capsys.readouterr().out
@@ -7538,27 +7565,29 @@ def test_bench_kernels_time_the_linear_attention_librarys_recurrence_on_a_gpu(mo
         bench.pool_rows(SimpleNamespace(gpu=gpu), machine("cpu", "float32"), 2, 9, 8)
         return [row for k, row in given.pop().items() if k == "fo-pool" or k.startswith("fla")]
 
-    given = []
+    given, theirs = [], ("fused_recurrent_hgrn", "chunk_hgrn")
     monkeypatch.setattr(bench, "CACHE", 2**12)
     monkeypatch.setattr(bench, "time_layers", lambda args, m, title, fields, layers, *rest, **kw: given.append(layers))
     bench.attention_rows(None, model_py.Machine(torch.device("cpu"), torch.bfloat16, 0, 1, ""), 1, 8, 24)
     assert {ring[0].dtype for _, _, x, dy, _ in given.pop().values() for ring in (*x, *dy)} == {torch.bfloat16}
     for there, why in ((None, "import of fla.*"),  # not installed; then there, but no good with this Triton
-                       (SimpleNamespace(fused_recurrent_hgrn=unittest.mock.Mock(side_effect=ZeroDivisionError("no such op"))), "no such op")):
+                       (SimpleNamespace(**{k: unittest.mock.Mock(side_effect=ZeroDivisionError("no such op")) for k in theirs}), "no such op")):
         for name in ("fla", "fla.ops", "fla.ops.hgrn"):
             monkeypatch.setitem(sys.modules, name, there)
         bench.warn_once.cache_clear()
-        said = f"note: no row for fla's fused_recurrent_hgrn \\({why}\\)" + ": pip install fla-core brings it" * (there is None)
-        assert len(rows()) == 1 and re.fullmatch(said + "\n", capsys.readouterr().err)
+        said = "".join(f"note: no row for fla's {k} \\({why}\\){': pip install fla-core brings it' * (there is None)}\n" for k in theirs)
+        assert len(rows()) == 1 and re.fullmatch(said, capsys.readouterr().err)
         assert len(rows()) == 1 and capsys.readouterr().err == ""  # the second shape
     monkeypatch.setattr(there, "fused_recurrent_hgrn", recurrence)
+    monkeypatch.setattr(there, "chunk_hgrn", lambda x, g: [2 * t for t in recurrence(x, g)[:1]])
     assert len(rows(gpu=False)) == 1
-    pool, (f, weights, (xs, gs), (dh,), floor) = rows()
+    pool, *both = rows()
     (gates,) = pool[2]
-    assert floor == (3 * 2 * 9 * 8, 8 * 2 * 9 * 8) and weights == () and dh is pool[3][0] and capsys.readouterr().err == ""
-    assert 1 < len(gates) == len(xs) == len(gs) <= len(dh) and all(t.is_contiguous() for t in (*xs, *gs))  # else they would be copied
-    for logits, x, g in zip(gates, xs, gs):
-        assert torch.allclose(logits.chunk(3, -1)[2].sigmoid() * f(x, g), kernels.qrnn_pool(logits)[0], atol=1e-6)
+    for times, (f, weights, (xs, gs), (dh,), floor) in zip((1, 2), both, strict=True):  # each name's own function
+        assert floor == (3 * 2 * 9 * 8, 8 * 2 * 9 * 8) and weights == () and dh is pool[3][0] and capsys.readouterr().err == ""
+        assert 1 < len(gates) == len(xs) == len(gs) <= len(dh) and all(t.is_contiguous() for t in (*xs, *gs))  # else they would be copied
+        for logits, x, g in zip(gates, xs, gs):
+            assert torch.allclose(logits.chunk(3, -1)[2].sigmoid() * f(x, g) / times, kernels.qrnn_pool(logits)[0], atol=1e-6)
 
 
 def test_bench_kernels_time_the_cuda_packages_transform_on_a_gpu(monkeypatch, capsys):
@@ -7595,11 +7624,12 @@ def test_bench_kernels_compile_on_a_gpu_what_training_compiles_there(monkeypatch
     monkeypatch.setattr(bench, "fresh_compiler", lambda: made.append("fresh"))
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: made.append(dynamic) or f)
     monkeypatch.setattr(bench, "time_layers", lambda args, m, title, *rest, **kw: titles.append(title))
-    for gpu, triton, expected in ((True, True, ["fresh"] + [False] * 4), (True, None, []), (False, True, [])):
+    for gpu, triton, expected in ((True, True, ["fresh"] + [False] * 5), (True, None, []), (False, True, [])):
         monkeypatch.setattr(kernels, "triton", triton)
         made.clear()
         bench.affine_rows(SimpleNamespace(gpu=gpu, rows=4), machine("cpu", "float32"), 768)
         assert made == expected and titles[-1].endswith(", compiled but for hadamard_affine_norm") == bool(expected)
+        assert titles[-2].endswith("; identity compiled") == bool(expected)  # else its gradients would be read and written several times
     monkeypatch.setattr(kernels, "triton", True)
     bench.affine_rows(SimpleNamespace(gpu=True, rows=4), machine("cpu", "float32"), 1280)
     assert titles[-1].endswith("rows of 1280, compiled")  # where nothing is one pass
@@ -8104,16 +8134,22 @@ def test_speed_of_hadamard_against_the_dense_projection(d, dtype, least):
 
 
 FO_RACE = """
-import bench, statistics, time, torch
+import statistics, time, torch
 from kernels import qrnn_pool
 gates, dh = torch.randn(16, 512, 3 * 1024, requires_grad=True), torch.randn(16, 512, 1024)
 def seconds(f, T=512):
     start = time.perf_counter()
     torch.autograd.grad(f(gates), gates, dh[:, :T])
     return time.perf_counter() - start
-def loop(T):  # its first T steps alone, of tensors of 512
-    bench.range = lambda _: range(T)
-    return seconds(bench.pool_loop, T)
+def loop(T):  # the first T steps alone, of tensors of 512
+    def pool(gates):  # as one would first write it: autograd has a node for each operation of each step
+        z, f, o = gates.chunk(3, -1)
+        z, f, o, c, h = z.tanh(), f.sigmoid(), o.sigmoid(), 0, []
+        for t in range(T):
+            c = f[:, t] * c + (1 - f[:, t]) * z[:, t]
+            h.append(o[:, t] * c)
+        return torch.stack(h, 1)
+    return seconds(pool, T)
 def share(W=torch.randn(2048, 2048)):  # of the cores that a large product gets: 1, unless other work is on them
     start, cpu = time.perf_counter(), time.process_time()
     for _ in range(4):
@@ -8130,7 +8166,7 @@ print(one + 511 / 32 * (some - one), statistics.median(times), min(*shares, shar
 @on_x86
 def test_fopool_cpu_is_150_times_faster_than_the_autograd_loop():
     """
-    Than bench.py's loop, which indexes f[:, t], and so takes time quadratic in T: one over f.unbind(1) takes 3 times the operator's. Its
+    Than a loop that indexes f[:, t], whose gradients are as large as f, and so takes time quadratic in T: one over f.unbind(1) takes 3 times the operator's. Its
     steps all cost the same, so 33 of the 512 tell. By the median of 7, in a process of its own: the loop lives on fresh memory, and is 4
     times faster once machine() has told the allocator to keep it. Another process, up to three, where other work on the machine may have
     come between: a median of 147 was seen in a full run of these tests. Other work that stays holds up the threads of ours at each of its

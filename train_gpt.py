@@ -153,7 +153,7 @@ def stepper(model, optimizer, s, m, accumulate):
     # With one micro-batch, a CUDA graph holds the whole step; with several, it holds one and is replayed for each, as the optimiser's
     # launches are few beside theirs. Compiled attention by blocks seeds dropout on the CPU: a graph would freeze the seed
     c = model.config
-    values = c.n_embd // c.n_head * (2 if c.attn == "dva" else 1)
+    values = c.n_embd // c.n_head * (1 if c.attn in ("mha", "dva_gate", "dva_outer") else 2)
     by_blocks = not fused_fits(c.n_embd // c.n_head, values, c.attn == "dva_outer") and c.block_size > values  # attention()'s way 1 on a GPU
     graphs = s["compile"] and m.device.type == "cuda" and m.world == 1 and not (by_blocks and c.dropout)
 
@@ -404,7 +404,7 @@ def main():
         mfu = rate * flops / (peak * m.world)
         left = (pace or dt) * (s["max_steps"] - step - 1)
         say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  "
-            f"MFU {mfu:.1%}  {duration(left)} left")
+            f"MFU {mfu:.1%}" + f"  {duration(left)} left" * (pace > 0 or not s["compile"]))  # compiling tells nothing of later steps
         log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, seconds_left=left)
         if stopping:
             stopped(m, path, step + 1, save, say)

@@ -354,7 +354,8 @@ def main():
         mfu = rate * flops / (peak * m.world)
         left = (pace or dt) * (s["max_steps"] - step - 1)
         say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / train_bytes:.3f}  lr {lr:.2e}  "
-            f"norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {duration(left)} left")
+            f"norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  MFU {mfu:.1%}"
+            + f"  {duration(left)} left" * (pace > 0 or not s["compile"]))  # compiling tells nothing of later steps
         log(step=step, epoch=epoch, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu,
             seconds_left=left, minutes=minutes)
         minutes += dt / 60
@@ -376,6 +377,8 @@ def main():
         if m.rank == 0 and os.path.exists(best_path):
             warn(f"note: {best_path} is damaged, or of another version: what follows is of the last step")
     best_there = m.all(chosen["best"] == best)  # a full disk may have left best.pt outdated
+    if m.rank == 0 and chosen["best"] == best and not best_there:
+        warn(f"note: not every process can read {best_path}, as --out_dir is not shared: what follows is of the last step")
     if best_there:
         model.load_state_dict(chosen.pop("model"))
     if data.test is not None:
