@@ -829,6 +829,19 @@ def test_each_operator_works_alone_in_another_file(part, use, tmp_path, monkeypa
     assert torch.equal(y, z) and torch.equal(*(torch.autograd.grad(t.sum(), x)[0] for t in (y, z)))
 
 
+@pytest.mark.parametrize("a, b", [(24, 32), (12, 1), (20, 4), (1, 64)])
+def test_readme_two_small_products_are_hadamard_affine(a, b):
+    "In plain PyTorch, so torch.func takes them, too"
+    formula = re.search(r"is `(alpha \* \(A @ .*?)`", (HERE / "README.md").read_text(encoding="utf-8"))[1]
+    A, B, d = hadamard_matrix(a), hadamard_matrix(b), a * b
+    alpha, beta, y = (torch.randn(*shape, d) for shape in ((), (), (3, 2)))
+    two = lambda y, alpha, beta: eval(formula, dict(A=A, B=B, a=a, b=b, d=d, y=y, alpha=alpha, beta=beta))
+    assert error(two(y, alpha, beta), hadamard_affine(*(t.double() for t in (y, alpha, beta)))) < 1e-6
+    found = torch.func.vmap(torch.func.grad(lambda y: two(y, alpha, beta).square().sum()))(y)
+    y = y.double().requires_grad_()
+    assert error(found, torch.autograd.grad(hadamard_affine(y, alpha.double(), beta.double()).square().sum(), y)[0]) < 1e-6
+
+
 def test_a_copy_of_an_operator_leaves_the_original_alone():
     spec = importlib.util.spec_from_file_location("2é-kernels", HERE / "kernels.py")
     spec.loader.exec_module(other := importlib.util.module_from_spec(spec))
