@@ -191,7 +191,7 @@ def _copies(r, *key):
 
 
 def _blocks(x, n_head, heads_only):
-    "-> r, the rows of a block; a function that transforms a block (r, d), unnormalised, into out or a buffer that the next call overwrites"
+    "-> r, the rows of a block; a function that transforms a block (up to r, d), unnormalised, into out, which may be the block itself"
     N, d = x.shape
     A, B = _factors(d, n_head, heads_only, x.dtype, x.device)
     r = max(N, 1)
@@ -200,19 +200,19 @@ def _blocks(x, n_head, heads_only):
         blocks = -(-r // min(most, 2048))
         r = -(-r // blocks)  # blocks of about one size: no last one of a few rows
     if A is None:
-        return r, lambda block, out=None: torch.mm(block, B, out=block.new_empty(block.shape) if out is None else out)    # X H
+        return r, lambda block, out: torch.mm(block, B, out=out)                              # X H
     a, b = len(A), d // len(A)
-    t, u, A = x.new_empty(r, a, b), x.new_empty(r, a, b), A.expand(r, a, a)
+    t, A = x.new_empty(r, a, b), A.expand(r, a, a)
     if x.device.type == "cpu" and x.element_size() == 2:
         A = _copies(r, d, n_head, heads_only, x.dtype, x.device)
 
-    def transform(block, out=None):
+    def transform(block, out):
         n = len(block)
-        T, U, A_n = (t, u, A) if n == r else (t[:n], u[:n], A[:n])
+        T, A_n = (t, A) if n == r else (t[:n], A[:n])
         X = block.reshape(n, a, b)
         if B is not None:
             X = torch.mm(X.reshape(n * a, b), B, out=T.view(n * a, b)).view(n, a, b)          # X B
-        return torch.bmm(A_n, X, out=U if out is None else out.view(n, a, b)).view(n, d)      # A (X B)
+        return torch.bmm(A_n, X, out=out.view(n, a, b)).view(n, d)                            # A (X B)
 
     return r, transform
 
@@ -228,7 +228,8 @@ def _few_rows_torch(x, alpha, beta, scale, n_head, heads_only):
         y = torch.mm(y.view(N * a, b), B, out=y.new_empty(N * a, b))  # without out= autocast would round it to 16 bits
     if A is not None:
         y = torch.bmm(A.expand(N, a, a), y.view(N, a, b), out=y.new_empty(N, a, b))
-    return torch.addcmul(beta, y.view(N, d), alpha, value=scale).to(x.dtype)
+    y = y.view(N, d)
+    return torch.addcmul(beta, y, alpha, value=scale, out=y).to(x.dtype)  # out= here, too, as autocast would refuse bf16 beside fp16
 
 
 def _affine_rows(x, weight, shift, out):
@@ -301,7 +302,7 @@ def _grads_torch(x, dy, scale, n_head, heads_only, alpha=None):
     weight, scratch = torch.ones_like(dalpha) if alpha is None else alpha.to(wide) * scale, x.new_empty(r, x.shape[1])
     dx = x if alpha is None else torch.empty_like(x)  # without alpha only a stand-in: nothing is written
     for X, g, o in reversed(list(zip(x.split(r), dy.split(r), dx.split(r)))):  # last first: it may still be in cache
-        v, da, db = _affine_grads(transform(X) if alpha is None else X, g, weight, alpha is not None, scratch[:len(g)])
+        v, da, db = _affine_grads(transform(X, scratch[:len(g)]) if alpha is None else X, g, weight, alpha is not None, scratch[:len(g)])
         if alpha is not None:
             transform(v, o)                                                               # (alpha * scale * g) H
         dalpha.add_(da)  # by blocks: added row by row, the sum of 65,536 equal gradients was 6e-4 off
@@ -910,7 +911,7 @@ def _plan(d, n_head, heads_only, bits, kind="forward"):
     mh, ch = _split_order(n_head)
     mi, ci = (1, 1) if heads_only else _split_order(d // n_head)
     M = mh * mi
-    if triton is None or M > 28 or d > 65536 or (mh > 1 and mi > 1) or (heads_only and (d // n_head % 8 or n_head > 64)):
+    if triton is None or M > 28 or d > 65536 or (heads_only and (d // n_head % 8 or n_head > 64)):
         return None
     if kind == "backward" and (n_head > 48 if heads_only else d > (1024 if bits == 16 else 8192)):
         return None  # two kernels move 8 bytes an element, not 6, but one would spill or is slower
@@ -971,7 +972,7 @@ def _dot_plan(d, n_head, kind="forward"):
         M, MS, of_m = m // 4, 4 * C, [C, 2 * C]
     R = 1 + (len(bits) == 6)
     most, m_most = (2048, 12) if kind == "backward" else (4096, 20)
-    if len(bits) < 6 or C < 8 or min(mh, mi) > 1 or m > m_most or R * d > most or kind == "backward" and d <= 1024:
+    if len(bits) < 6 or C < 8 or m > m_most or R * d > most or kind == "backward" and d <= 1024:
         return None
     if R == 1:
         (a, s, c), l, n, tiles = bits[:3], sorted([*of_m, bits[3]]), bits[4:7], bits[7:]
@@ -1160,8 +1161,8 @@ def _hadamard_backward(x: torch.Tensor, dy: torch.Tensor, alpha: torch.Tensor, s
 def _save_hadamard(ctx, inputs, output):
     x, alpha, _, pre, *ctx.how = inputs
     ctx.dtype = x.dtype
-    _, of_alpha, _, of_pre, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(x if of_alpha or of_pre else None, alpha, pre)  # dx and dbeta do not depend on x
+    of_x, of_alpha, _, of_pre, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(x if of_alpha or of_pre else None, alpha if of_x or of_pre else None, pre)  # all that the gradients depend on
 
 
 def _derive_hadamard(ctx, dy):  # y = alpha * scale * ((pre * x) H) + beta. Here as below autograd casts the vectors' gradients to their dtypes
@@ -1196,7 +1197,7 @@ def _derive_hadamard_grads(ctx, ga, gb):  # the gradients of dalpha = sum dy * s
 def _save_hadamard_kept(ctx, inputs, output):
     _, alpha, _, *ctx.how = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1], alpha)
+    ctx.save_for_backward(output[1], alpha if ctx.needs_input_grad[0] else None)
 
 
 def _derive_hadamard_kept(ctx, dy, du):  # y = alpha * scale * u + beta, u = x H
@@ -1473,7 +1474,7 @@ def _fo_scratch(memory, banks, n, t, K, L, act):
         # tanh x = 2 sigmoid(2x) - 1 takes 1/4 of torch.tanh's time on an EPYC, 3 times it on a Xeon; absolute error at most 2e-7 in fp32
         rows[0].mul_(2)
         rows[:3].sigmoid_()
-        torch.add(rows.new_tensor(-1.0), rows[0], alpha=2, out=rows[0])
+        torch.add(rows.new_full((), -1.0), rows[0], alpha=2, out=rows[0])
     return *rows.unflatten(2, (K, L)), c
 
 
@@ -2069,8 +2070,8 @@ def one_query_attention(q, k, v, mask=None):
 
     q (B, h, 1, w), k (B, h, S, w), v (B, h, S, u), of one dtype, any strides; mask (1, S) of floats, or None. Returns (B, h, 1, u).
     By PyTorch's operator, but if UNTRIED, on a GPU, in fp32, bf16 and fp16, for heads up to 256, by a Triton kernel: without a gradient, in
-    fp32 in between. It does not read positions at -inf, so that not even a NaN there counts (if all are, the result is NaN; numbers of an
-    fp64 mask below fp32's range count as -inf).
+    fp32 in between. The kernel does not read positions at -inf, so that not even a NaN there counts (if all are, it returns NaN, PyTorch's
+    operator 0; numbers of an fp64 mask below fp32's range count as -inf).
     ValueError for other shapes (as with grouped queries), a mask of another kind, or several devices; NotImplementedError in forward mode."""
     _reverse_mode_only("one_query_attention")
     _check_devices("one_query_attention", *(t for t in (q, k, v, mask) if t is not None))
@@ -2082,4 +2083,4 @@ def one_query_attention(q, k, v, mask=None):
     if (UNTRIED and q.is_cuda and triton is not None and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and max(q.size(3), v.size(3)) <= 256):
         return _one_query(q, k, v, mask)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask if mask is None else mask.to(q.dtype))  # or it may refuse it

@@ -593,6 +593,11 @@ def test_hadamard_operators_keep_no_more_than_their_gradients_want():
     with torch.no_grad():
         beta.mul_(3)
     assert torch.autograd.grad(y.sum(), beta)[0].isfinite().all()
+    for fixed in (x.detach(), x.detach().float()):  # the gradient of alpha does not depend on alpha
+        y = hadamard_affine(fixed, alpha := v[0].clone().requires_grad_(), v[3])
+        with torch.no_grad():
+            alpha.mul_(3)
+        assert error(torch.autograd.grad(y.sum(), alpha)[0], (fixed.double() @ hadamard_matrix(48, torch.float64)).sum(0) / 48 ** 0.5) < 1e-5
     kept.clear()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = hadamard_affine(h := x * 1, v[2].requires_grad_(), v[3])
@@ -1591,6 +1596,8 @@ def test_attention_of_one_query_takes_its_kernel_on_a_gpu_without_gradients(monk
             assert given is mask and none is None and {t.dtype for t in first} == {torch.float32} and {t.dtype for t in second} == {torch.bfloat16}
             with torch.autograd.forward_ad.dual_level():
                 refuses(lambda: attention(q_there, k_there, k_there), "reverse mode only", kind=NotImplementedError)
+        for dtype in (torch.bfloat16, torch.float64):  # PyTorch's operator takes a mask in q's dtype or fp32
+            assert torch.equal(kernels.one_query_attention(q, k, k, mask.to(dtype)), kernels.one_query_attention(q, k, k, mask))
         run, wide = kernels.one_query_attention, [F.pad(t, (0, 249)) for t in there]
         monkeypatch.setattr(kernels, "_one_query", kernels._one_query._init_fn)
         with patched(kernels, "triton", kernels.triton or object()):
