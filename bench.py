@@ -825,7 +825,8 @@ def pool_rows(args, m, B, T, H):
     layers = {"fo-pool": (lambda g: qrnn_pool(g)[0], (), [gates], [dh], floor),
               "QRNN layer (product and fo-pool)": (lambda x: qrnn(x)[0], tuple(qrnn.parameters()), [x], [dh], None),
               lstm_layer: (lambda x: lstm(x.to(half))[0].to(x.dtype), tuple(lstm.parameters()), [x], [dh], None)}
-    for name in ("fused_recurrent_hgrn", "chunk_hgrn") if args.gpu else ():  # the linear-attention library's: h_t = exp(g_t) h_(t-1) + x_t; backward: g, h and dh read, two gradients written
+    # on a GPU the linear-attention library's kernels: h_t = exp(g_t) h_(t-1) + x_t; backward: g, h and dh read, two gradients written
+    for name in ("fused_recurrent_hgrn", "chunk_hgrn") if args.gpu else ():
         try:
             theirs = getattr(importlib.import_module("fla.ops.hgrn"), name)
             inputs = [((-f).sigmoid() * z.tanh(), F.logsigmoid(f)) for z, f, _ in (g.chunk(3, -1) for g in gates)]  # (1 - f) z and log f

@@ -191,7 +191,7 @@ def _copies(r, *key):
 
 
 def _blocks(x, n_head, heads_only):
-    "-> r, the rows of a block; a function that transforms a block (up to r, d), unnormalised, into out, which may be the block itself"
+    "-> r, the rows of a block; a function that transforms a block (up to r, d), unnormalised, into out, which must not overlap it"
     N, d = x.shape
     A, B = _factors(d, n_head, heads_only, x.dtype, x.device)
     r = max(N, 1)
@@ -248,7 +248,8 @@ def _affine_rows(x, weight, shift, out):
 
 def _affine_grads(u, g, weight, of_u, scratch):
     """Derivatives of y = weight * u + shift; u, g = dL/dy (n, d) -> weight * g (None unless of_u), sums over rows of u * g and of g. On a CPU
-    the derivative of BatchNorm (see above) is just that, in 16 bits 2.6 times as fast as plain passes. scratch is (n, d) in u's dtype"""
+    the derivative of BatchNorm (see above) is just that, in 16 bits 2.6 times as fast as plain passes. scratch is (n, d) in u's dtype, and
+    may be u itself"""
     if u.dtype != g.dtype:  # a residual's gradient may be of any dtype
         u, g = (t.to(torch.promote_types(u.dtype, g.dtype)) for t in (u, g))
         weight, scratch = weight.to(torch.promote_types(u.dtype, weight.dtype)), torch.empty_like(u)

@@ -1812,7 +1812,7 @@ def schedule_notes(s, typed, first, before, say):
         was, now = (lr_at(first, s["lr"], s["min_lr"], warmup, n) for n in (before, steps))
         if was != now:
             say(f"note: the cosine now ends at step {steps}, not {before}: the learning rate goes on at {now:.2e}, not {was:.2e}")
-    if before not in (None, steps) and "eval_interval" not in typed and steps > 40 * s["eval_interval"]:
+    if before is not None and before < steps and "eval_interval" not in typed and steps > 40 * s["eval_interval"]:
         say(f"note: as before, an evaluation every {s['eval_interval']} step{'s' * (s['eval_interval'] > 1)}, to step {steps} now: "
             "--eval_interval=N changes that")
 

@@ -2505,7 +2505,7 @@ def test_run_learning_rate_schedule():
         said = []
         model_py.schedule_notes(settings | dict(warmup_steps=2, schedule=schedule), typed, 0, None, said.append)
         assert [text[:27] for text in said] == words
-    for every, before, typed in ((1, 20, []), (2, 20, []), (1, 60, []), (1, None, []), (1, 81, []), (1, 20, ["eval_interval"])):
+    for every, before, typed in ((1, 20, []), (2, 20, []), (1, 60, []), (1, None, []), (1, 81, []), (1, 100, []), (1, 20, ["eval_interval"])):
         said, long = [], dict(max_steps=81, warmup_steps=2, schedule="constant", eval_interval=every)
         model_py.schedule_notes(long, typed, 3, before, said.append)  # a trial's interval, in the long run that goes on with it
         s = "s" * (every > 1)
@@ -4926,9 +4926,10 @@ def test_train_logs_what_it_says(either, tmp_path, monkeypatch):
 def test_train_says_no_time_left_while_it_compiles(either, monkeypatch):
     "A first step that waits for that would announce days"
     monkeypatch.setattr(nn.Module, "compile", lambda *a, **kw: None)
-    said = ended(either[1]("--compile=1"))[1]
+    _, said, _, log = ended(either[1]("--compile=1"))
     assert re.findall(r"^step (\d)/6  loss .* MFU \d+\.\d%(.*)$", said, re.M)[:4] == [(str(i), "") for i in range(4)]
     assert re.findall(r"^step (\d)/6  loss .* left$", said, re.M) == ["4", "5"]
+    assert [r["seconds_left"] is None for r in log if "seconds_left" in r] == [True] * 4 + [False] * 2
 
 
 def test_train_bits_per_byte_of_a_part_in_gpt2_tokens_are_about(either, tmp_path, monkeypatch):
@@ -7077,7 +7078,8 @@ def test_bench_commands_print_tables_and_append_records(argv, tmp_path, bench_da
         for name, ((r, y), (x, before), (*_, weight, shift), _) in norm.items():  # each projection, in one pass or two steps
             assert torch.allclose(r, before + affine[name.split(",")[0]][3](x), atol=1e-6)
             assert torch.allclose(y, F.layer_norm(r, (32,), weight, shift), atol=1e-5)
-        assert torch.allclose(pool["fo-pool"][0], kernels.qrnn_pool(pool["fo-pool"][1][0])[0], atol=1e-6)
+        z, f, o = pool["fo-pool"][1][0].chunk(3, -1)
+        assert torch.allclose(pool["fo-pool"][0], kernels.plain_fo_pool(z.tanh(), f.sigmoid(), o.sigmoid())[0], atol=1e-6)
         assert [sum(p.numel() for p in w) for _, _, w, _ in pool.values()] == [0, 2 * 3 * 4 * 4 + 3 * 4, 8 * 4 * 4 + 8 * 4]
         heads, theirs, *dva = (y for y, *_ in ways.values())
         assert torch.allclose(heads, theirs, atol=1e-6) and all(torch.allclose(dva[0], y, atol=1e-6) for y in dva[1:3])
@@ -8186,11 +8188,11 @@ print(one + 511 / 32 * (some - one), statistics.median(times), min(*shares, shar
 @on_x86
 def test_fopool_cpu_is_150_times_faster_than_the_autograd_loop():
     """
-    Than a loop that indexes f[:, t], whose gradients are as large as f, and so takes time quadratic in T: one over f.unbind(1) takes 3 times the operator's. Its
-    steps all cost the same, so 33 of the 512 tell. By the median of 7, in a process of its own: the loop lives on fresh memory, and is 4
-    times faster once machine() has told the allocator to keep it. Another process, up to three, where other work on the machine may have
-    come between: a median of 147 was seen in a full run of these tests. Other work that stays holds up the threads of ours at each of its
-    many small steps, but not the loop's.
+    Than a loop that indexes f[:, t], whose gradients are as large as f, and so takes time quadratic in T: one over f.unbind(1) takes 3
+    times the operator's. Its steps all cost the same, so 33 of the 512 tell. By the median of 7, in a process of its own: the loop lives on
+    fresh memory, and is 4 times faster once machine() has told the allocator to keep it. Another process, up to three, where other work on
+    the machine may have come between: a median of 147 was seen in a full run of these tests. Other work that stays holds up the threads of
+    ours at each of its many small steps, but not the loop's.
     """
     ratios = []
     while len(ratios) < 3 and max(ratios, default=0) < 150:

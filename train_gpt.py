@@ -402,9 +402,10 @@ def main():
             spent, counted = spent + dt, counted + 1
         rate = s["batch_tokens"] / dt
         mfu = rate * flops / (peak * m.world)
-        left = (pace or dt) * (s["max_steps"] - step - 1)
+        # compiling tells nothing of later steps
+        left = None if s["compile"] and not pace else (pace or dt) * (s["max_steps"] - step - 1)
         say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  "
-            f"MFU {mfu:.1%}" + f"  {duration(left)} left" * (pace > 0 or not s["compile"]))  # compiling tells nothing of later steps
+            f"MFU {mfu:.1%}" + ("" if left is None else f"  {duration(left)} left"))
         log(step=step, loss=loss, lr=lr, norm=norm, ms=dt * 1e3, tokens_per_s=rate, mfu=mfu, seconds_left=left)
         if stopping:
             stopped(m, path, step + 1, save, say)

@@ -352,10 +352,11 @@ def main():
             spent, counted = spent + dt, counted + 1
         rate = T * s["batch"] / dt
         mfu = rate * flops / (peak * m.world)
-        left = (pace or dt) * (s["max_steps"] - step - 1)
+        # compiling tells nothing of later steps
+        left = None if s["compile"] and not pace else (pace or dt) * (s["max_steps"] - step - 1)
         say(f"step {step}/{s['max_steps']}  loss {loss:.4f}  bpc {loss / math.log(2) / train_bytes:.3f}  lr {lr:.2e}  "
             f"norm {norm:.2f}  {dt * 1e3:.0f} ms  {rate:,.0f} tokens/s  MFU {mfu:.1%}"
-            + f"  {duration(left)} left" * (pace > 0 or not s["compile"]))  # compiling tells nothing of later steps
+            + ("" if left is None else f"  {duration(left)} left"))
         log(step=step, epoch=epoch, loss=loss, lr=lr, norm=norm, tokens=T * s["batch"], ms=dt * 1e3, tokens_per_s=rate, mfu=mfu,
             seconds_left=left, minutes=minutes)
         minutes += dt / 60
