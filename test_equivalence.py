@@ -7184,7 +7184,7 @@ def test_bench_train_times_what_its_flags_name(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, names, rows", [
-    (["kernels", "--widths=32,64", "--pool=64x8x4,2x8x4", "--heads=2x8x24", "--rows=9"], ["64", "64x8x4"], 39),
+    (["kernels", "--widths=32,64", "--pool=64x8x4,2x8x4", "--heads=2x8x24", "--rows=9"], ["64", "64x8x4"], 37),
     (["prefill", "--sizes=small,nano", "--batch=2", "--T=8"], ["small, 2 x 8"], 4),
     (["decode", "--sizes=small,nano", "--batch=2", "--T=8", "--new_tokens=1"], ["small, 2 x 8", "SHAQ, byte by byte"], 4),
     (["train", "--models=gpt", "--sizes=small,nano", "--set=n_layer=1,n_embd=32,n_head=2,batch_tokens=64,block_size=32"],
